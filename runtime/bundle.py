@@ -57,18 +57,17 @@ class Bundle:
     @property
     def maybe_changed(self) -> bool:
         """Whether `require_unchanged` raises, or reads whole files first."""
-        return (
-            self.files is not None
-            and not self.copies_weights
-            and not all(self.files.has_stamp(name) for name in self.manifest.files if name.startswith(DATA_FILE))
-        )
+        return not all(files.has_stamp(name) for files, name in self._mapped_weights())
 
     def require_unchanged(self) -> None:
         """Raise if weights that engines may still read from their files were changed since the bundle was opened."""
-        if self.files is not None and not self.copies_weights:
-            for name in self.manifest.files:
-                if name.startswith(DATA_FILE):
-                    self.files.require_unchanged(name)
+        for files, name in self._mapped_weights():
+            files.require_unchanged(name)
+
+    def _mapped_weights(self) -> list[tuple[OpenedFiles, str]]:
+        if self.files is None or self.copies_weights:
+            return []
+        return [(self.files, name) for name in _weight_files(self.manifest)]
 
 
 def open_bundle(
@@ -85,23 +84,27 @@ def open_bundle(
       later change or truncation of the file has no effect; default None: if that makes steps faster, which read all
       weights of native operators: from 32 MB on, on a system with huge pages.
     """
-    files, content, manifest = _with_manifest(Path(path), allow_links)
+    files = _open_folder(Path(path), allow_links)
     try:
-        _verify(files, manifest, allow_links)
+        content, manifest = _manifest(files)
+        _verify(files, manifest)
     except BaseException:
         files.close()
         raise
-    linked = any(files.is_link(name) for name in manifest.files if name.startswith(DATA_FILE))
-    weights = sum(record.size for name, record in manifest.files.items() if name.startswith(DATA_FILE))
+    names = _weight_files(manifest)
+    linked = any(Path(files.location, name).is_symlink() for name in names)
+    weights = sum(manifest.files[name].size for name in names)
     copies = manifest.native and copying_pays(weights) if copy_weights is None else copy_weights
     return Bundle(Path(path), manifest, files, copies or linked, content)
 
 
 def read_manifest(folder: Path, allow_links: bool = False) -> Manifest:
     """The manifest of a bundle folder, without checking its files."""
-    files, _, manifest = _with_manifest(folder, allow_links)
-    files.close()
-    return manifest
+    return _manifest(_open_folder(folder, allow_links))[1]
+
+
+def _weight_files(manifest: Manifest) -> list[str]:
+    return [name for name in manifest.files if name.startswith(DATA_FILE)]
 
 
 def read_correction(bundle: Bundle) -> CorrectionTables | None:
@@ -134,49 +137,31 @@ def _open_folder(folder: Path, links: bool) -> OpenedFiles:
         raise BundleError(f"{folder}: {error.strerror}: expected a readable folder") from error
 
 
-def _with_manifest(folder: Path, links: bool) -> tuple[OpenedFiles, bytes, Manifest]:
-    """An open folder and its manifest; opened again if an export replaces the folder meanwhile."""
-    while True:
-        files = _open_folder(folder, links)
-        try:
-            content = _manifest_content(files)
-            return files, content, _parsed(files, content)
-        except BaseException as error:
-            replaced = files.replaced
-            files.close()
-            if not isinstance(error, BundleError) or not replaced:
-                raise
+def _manifest(files: OpenedFiles) -> tuple[bytes, Manifest]:
+    """The manifest of a folder, as content and data."""
+    folder, file = files.path, files.path / MANIFEST_FILE
+    if not os.path.lexists(file):
+        hint = " (this is a checkpoint: export it first)" if (folder / "config.json").exists() else ""
+        raise BundleError(f"{folder}: no {MANIFEST_FILE} in it: expected a bundle that `spaceport export` wrote{hint}")
+    content = files.first_bytes(MANIFEST_FILE, _LARGEST_MANIFEST)
+    try:
+        return content, manifest_in(content)
+    except (ValueError, RecursionError) as error:  # ValueError: not UTF-8, not JSON, too many digits, ManifestError
+        advice = "" if isinstance(error, OtherSchema) else f"; {AGAIN}"
+        raise BundleError(f"{file}: {error}{advice}") from error
 
 
-def _verify(files: OpenedFiles, manifest: Manifest, links: bool) -> None:
+def _verify(files: OpenedFiles, manifest: Manifest) -> None:
     """Verify all files that the manifest lists."""
     folder = files.path
     for name in (MODEL_FILE, TOKENIZER_FILE):
         if name not in manifest.files:
             raise BundleError(f"{folder}: the manifest lists no {name}: expected one; export the checkpoint again")
-    if not links:
+    if not files.links:
         _refuse_foreign(files)
     for name, record in manifest.files.items():
         _check_name(folder, name)
         files.verify(name, record)
-
-
-def _manifest_content(files: OpenedFiles) -> bytes:
-    folder, file = files.path, files.path / MANIFEST_FILE
-    if not os.path.lexists(file):
-        hint = " (this is a checkpoint: export it first)" if (folder / "config.json").exists() else ""
-        raise BundleError(f"{folder}: no {MANIFEST_FILE} in it: expected a bundle that `spaceport export` wrote{hint}")
-    return files.first_bytes(MANIFEST_FILE, _LARGEST_MANIFEST)
-
-
-def _parsed(files: OpenedFiles, content: bytes) -> Manifest:
-    file = files.path / MANIFEST_FILE
-    try:
-        return manifest_in(content)
-    except OtherSchema as error:
-        raise BundleError(f"{file}: {error}") from error
-    except (ValueError, RecursionError) as error:  # ValueError: not UTF-8, not JSON, too many digits, ManifestError
-        raise BundleError(f"{file}: {error}; {AGAIN}") from error
 
 
 def _refuse_foreign(files: OpenedFiles) -> None:

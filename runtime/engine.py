@@ -12,7 +12,7 @@ from numpy.typing import NDArray
 
 from spaceport.graphs.contract.faults import OptionFault, SpaceportError
 from spaceport.graphs.contract.manifest import Manifest
-from spaceport.graphs.contract.signature import STEP_ROWS, Lowering, Signature, visible_length
+from spaceport.graphs.contract.signature import STEP_ROWS, Signature, visible_length
 
 # KV slots to copy, as sources and targets: all sources are read before any target is written.
 Moves = tuple[NDArray[np.int64], NDArray[np.int64]]
@@ -229,14 +229,6 @@ def slots_for(max_seq_len: int, max_slots: int | None) -> int:
 
 def capacity_for(manifest: Manifest, max_slots: int) -> int:
     """KV slots of a request: its tokens, the rows of its widest step, and one for padding rows."""
-    return kv_slots(manifest.signature.lowering, max_slots)
-
-
-def kv_slots(lowering: Lowering, max_slots: int) -> int:
-    """KV slots of a request with this lowering: its tokens, the rows of its widest step, and one for padding rows."""
-    widest = STEP_ROWS
-    if lowering == "append":
-        widest += (
-            PREFILL_ROWS  # all requests of a call write the same number of consecutive slots: those of a prefill chunk
-        )
-    return visible_length(max_slots + widest + 1)
+    # all requests of an append-lowered call write the same number of consecutive slots: those of a prefill chunk
+    prefill = PREFILL_ROWS if manifest.signature.lowering == "append" else 0
+    return visible_length(max_slots + STEP_ROWS + prefill + 1)

@@ -39,10 +39,9 @@ def main(cpu_seconds: float) -> None:
             out.flush()
 
 
-def _answer(request: Mapping[str, Any]) -> bytes:
-    arguments = {name: value for name, value in request.items() if name != "job"}
+def _answer(request: dict[str, Any]) -> bytes:
     try:
-        return json.dumps({"result": _JOBS[request["job"]](**arguments)}).encode()
+        return json.dumps({"result": _JOBS[request.pop("job")](**request)}).encode()
     except BaseException as error:  # noqa: BLE001  (a panic too is an answer)
         return json.dumps({"error": f"{error}" or type(error).__name__}).encode()
 

@@ -10,51 +10,31 @@ import numpy as np
 from spaceport.graphs.contract.faults import OptionFault
 from spaceport.runtime.decoding import Decoding
 from spaceport.runtime.sampling.grammar import Grammar
+from spaceport.runtime.sampling.option_fields import check_options, documented, option
 from spaceport.runtime.text.messages import characters_of
 
-_POSITIVE = ("prompt_chars", "prompt_tokens", "threads", "grammar_chars", "grammar_depth")
 
-
+@documented
 @dataclass(frozen=True)
 class Limits:
-    """Limits of each request and of the queue; all but the tokens of a text are checked before it is tokenized.
+    """Limits of each request and of the queue; all but the tokens of a text are checked before it is tokenized."""
 
-    - `prompt_chars`: Maximum characters of a prompt, of all texts of its messages together; default 1,000,000.
-    - `prompt_tokens`: Maximum tokens of a prompt; default None: `max_seq_len`.
-    - `stop_strings`: Maximum number of stop strings; default 16.
-    - `stop_chars`: Maximum characters of a stop string; default 256.
-    - `logprobs`: Maximum number of most probable tokens to report for each token; default 20.
-    - `bias_entries`: Maximum entries of `Sampling.logit_bias`; default 1,024.
-    - `banned_tokens`: Maximum entries of `Sampling.banned`, and of `Decoding.stop_token_ids`; default 1,024.
-    - `threads`: Maximum threads of a request that decode at the same time; default 32.
-    - `fork_depth`: Maximum `Decoding.max_depth`; default 8.
-    - `grammar_chars`: Maximum characters of a regular expression or a JSON schema; default 65,536.
-    - `grammar_depth`: Maximum nesting of a regular expression or a JSON schema; default 64.
-    - `queued_requests`: Maximum number of requests that wait; default 256.
-    - `queued_prompt_tokens`: Maximum prompt tokens of all requests that wait; default 1,048,576.
-    """
-
-    prompt_chars: int = 1_000_000
-    prompt_tokens: int | None = None
-    stop_strings: int = 16
-    stop_chars: int = 256
-    logprobs: int = 20
-    bias_entries: int = 1024
-    banned_tokens: int = 1024
-    threads: int = 32
-    fork_depth: int = 8
-    grammar_chars: int = 65_536
-    grammar_depth: int = 64
-    queued_requests: int = 256
-    queued_prompt_tokens: int = 2**20
+    prompt_chars: int = option(1_000_000, "Maximum characters of a prompt, of all texts of its messages together.", 1)
+    prompt_tokens: int | None = option(None, "Maximum tokens of a prompt.", 1, unset="`max_seq_len`")
+    stop_strings: int = option(16, "Maximum number of stop strings.", 0)
+    stop_chars: int = option(256, "Maximum characters of a stop string.", 0)
+    logprobs: int = option(20, "Maximum number of most probable tokens to report for each token.", 0)
+    bias_entries: int = option(1024, "Maximum entries of `Sampling.logit_bias`.", 0)
+    banned_tokens: int = option(1024, "Maximum entries of `Sampling.banned`, and of `Decoding.stop_token_ids`.", 0)
+    threads: int = option(32, "Maximum threads of a request that decode at the same time.", 1)
+    fork_depth: int = option(8, "Maximum `Decoding.max_depth`.", 0)
+    grammar_chars: int = option(65_536, "Maximum characters of a regular expression or a JSON schema.", 1)
+    grammar_depth: int = option(64, "Maximum nesting of a regular expression or a JSON schema.", 1)
+    queued_requests: int = option(256, "Maximum number of requests that wait.", 0)
+    queued_prompt_tokens: int = option(2**20, "Maximum prompt tokens of all requests that wait.", 0)
 
     def __post_init__(self) -> None:
-        for name, value in self.as_dict().items():
-            least = int(name in _POSITIVE)
-            if value is None and name == "prompt_tokens":
-                continue
-            if not isinstance(value, int) or isinstance(value, bool) or value < least:
-                raise OptionFault(f"{name} is {value!r}: expected a whole number of at least {least}")
+        check_options(self)
 
     def check_prompt(self, prompt: object) -> None:
         """Raise for a prompt with too many characters or token ids, before anything is copied."""

@@ -61,14 +61,6 @@ class OpenedFiles:
         own = _OWN_DESCRIPTORS / str(self._folder)
         return str(own if own.exists() else self.path)
 
-    @property
-    def replaced(self) -> bool:
-        """Whether another folder is at the path now."""
-        try:
-            return not os.path.samestat(self.path.stat(), os.fstat(self._folder))
-        except OSError:
-            return False
-
     def first_bytes(self, name: str, most: int) -> bytes:
         """The content of a file that no manifest records, such as the manifest; raises if it is longer than `most`."""
         with self._opened(name) as descriptor:
@@ -99,10 +91,6 @@ class OpenedFiles:
     def descriptor(self, name: str) -> int:
         """The descriptor of a verified file."""
         return self._files[name].descriptor
-
-    def is_link(self, name: str) -> bool:
-        """Whether a file is a symbolic link, which libraries may refuse to follow."""
-        return stat.S_ISLNK(os.stat(name, dir_fd=self._folder, follow_symlinks=False).st_mode)
 
     def require_same(self, name: str) -> None:
         """Raise if a library that opened a file by its name may have found another content than the verified one."""

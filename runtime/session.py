@@ -11,6 +11,7 @@ from types import TracebackType
 
 from spaceport.graphs.contract.exactness import Exactness, unmeasured
 from spaceport.graphs.contract.faults import OptionFault
+from spaceport.graphs.contract.manifest import Manifest
 from spaceport.runtime.backends import Opened, open_with_engine
 from spaceport.runtime.backends.measurements import measured_here
 from spaceport.runtime.bundle import Bundle, read_correction, read_phrase_table
@@ -46,7 +47,6 @@ class Runtime:
         max_seq_len: int,
         max_slots: int | None = None,
         queue_limit: int | None = None,
-        prompt_rows: int | None = None,
         notes: tuple[str, ...] = (),
         costs: StepCosts | None = None,
         call_timeout: float | None = None,
@@ -82,7 +82,6 @@ class Runtime:
         scheduler = Scheduler(
             engine,
             queued,
-            prompt_rows,
             costs=self.costs,
             queued_tokens=limits.queued_prompt_tokens,
             check=bundle.require_unchanged,
@@ -140,24 +139,22 @@ class Runtime:
           which are read faster.
         """
 
+        if not 1 <= max_requests <= MOST_REQUESTS:
+            raise OptionFault(f"max_requests is {max_requests}: expected 1 to {MOST_REQUESTS}")
+        if queue_limit is not None and queue_limit < 0:
+            raise OptionFault(f"queue_limit is {queue_limit}: expected at least 0")
+        if call_timeout is not None and not call_timeout > 0:
+            raise OptionFault(f"call_timeout is {call_timeout}: expected a number of seconds above 0, or None")
+
+        def length_for(manifest: Manifest) -> int:
+            return seq_len(manifest, max_seq_len, max_slots, max_requests)
+
         def options_for(opened: Bundle) -> EngineOptions:
-            slots = slots_for(seq_len(opened.manifest, max_seq_len, max_slots, max_requests), max_slots)
-            if not 1 <= max_requests <= MOST_REQUESTS:
-                raise OptionFault(f"max_requests is {max_requests}: expected 1 to {MOST_REQUESTS}")
-            if queue_limit is not None and queue_limit < 0:
-                raise OptionFault(f"queue_limit is {queue_limit}: expected at least 0")
-            if call_timeout is not None and not call_timeout > 0:
-                raise OptionFault(f"call_timeout is {call_timeout}: expected a number of seconds above 0, or None")
+            slots = slots_for(length_for(opened.manifest), max_slots)
             return EngineOptions(capacity_for(opened.manifest, slots), max_requests, threads, trust_engines)
 
-        opened = open_with_engine(
-            bundle,
-            backend,
-            options_for,
-            allow_links=allow_links,
-            copy_weights=copy_weights,
-        )
-        length = seq_len(opened.bundle.manifest, max_seq_len, max_slots, max_requests)
+        opened = open_with_engine(bundle, backend, options_for, allow_links=allow_links, copy_weights=copy_weights)
+        length = length_for(opened.bundle.manifest)
         started = perf_counter()
         costs, exactness = measured_here(opened.bundle, opened.backend, opened.engine, opened.options, step_costs)
         costs_seconds = perf_counter() - started
@@ -165,7 +162,7 @@ class Runtime:
             opened.bundle,
             opened.engine,
             length,
-            slots_for(length, max_slots),
+            max_slots,
             queue_limit,
             notes=opened.notes,
             costs=costs,

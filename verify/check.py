@@ -181,11 +181,11 @@ def _standard(bundle: Bundle, options: CheckOptions, engine_options: EngineOptio
     manifest = bundle.manifest
     if options.checkpoint is not None or not manifest.native or library_path() is None:
         return []
-    from spaceport.runtime.backends.on_onnxruntime import MOST_FOLDED, open_standard
+    from spaceport.runtime.backends.on_onnxruntime import MOST_FOLDED, open_with_library
 
     if manifest.graph_bytes <= MOST_FOLDED:  # its threads would wait for each other longer than they work
         engine_options = replace(engine_options, threads=options.threads or 1)
-    opened = partial(open_standard, bundle, engine_options)
+    opened = partial(open_with_library, bundle, engine_options, None)
     name, dtype = f"standard operators {manifest.format}", manifest.signature.dtype
     return [CheckedEngine(name, None, dtype, opened, native=True, experts=has_experts(bundle))]
 

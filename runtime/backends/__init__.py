@@ -6,10 +6,9 @@ import os
 from collections.abc import Callable, Mapping
 from importlib import import_module
 from importlib.metadata import PackageNotFoundError, distribution
-from itertools import count
 from pathlib import Path
 from time import perf_counter
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from spaceport.graphs.contract.faults import InputFault, MissingDependency, OptionFault
 from spaceport.graphs.contract.installation import install_command
@@ -59,9 +58,6 @@ class MissingBackend(MissingDependency):
     """No installed backend or device can run the bundle; the message says what to install."""
 
 
-_REASONS = (MissingDependency, InputFault, OptionFault)  # errors that say why a backend cannot run a bundle
-
-
 def open_with_engine(
     path: str | os.PathLike[str],
     backend: str,
@@ -74,7 +70,8 @@ def open_with_engine(
 
     Both are opened again if the folder is replaced meanwhile.
     """
-    for attempt in count(1):
+    attempts = _ATTEMPTS
+    while True:
         before, started = _identity(path), perf_counter()
         try:
             bundle = open_bundle(path, allow_links=allow_links, copy_weights=copy_weights)
@@ -82,13 +79,12 @@ def open_with_engine(
             options = options_for(bundle)
             name, notes = resolve(bundle, backend, options)
             engine = _open(bundle, name, options)
-        except BundleError as error:
-            changed = isinstance(error, ChangedWhileOpening) or _identity(path) != before
-            if not changed or attempt == _ATTEMPTS:
-                raise
-        else:
             return Opened(bundle, engine, name, notes, options, verified - started, perf_counter() - verified)
-    raise AssertionError("the last attempt raises")
+        except BundleError as error:
+            attempts -= 1
+            changed = isinstance(error, ChangedWhileOpening) or _identity(path) != before
+            if not changed or not attempts:
+                raise
 
 
 def open_engine(bundle: Bundle, backend: str, options: EngineOptions) -> Engine:
@@ -97,34 +93,25 @@ def open_engine(bundle: Bundle, backend: str, options: EngineOptions) -> Engine:
 
 
 def resolve(bundle: Bundle, backend: str, options: EngineOptions) -> tuple[str, tuple[str, ...]]:
-    """The name of the backend that runs the bundle, and why better ones are not used; raises if it cannot run here."""
+    """The name of the backend that runs the bundle, and why better ones cannot; raises if it cannot run here.
+
+    With `auto` it is the best one that can, or the reason of the last one is raised. Reasons are left out where no better
+    one is expected: without a GPU, for a bundle without engines.
+    """
     if backend not in ("auto", *BACKENDS):
         raise OptionFault(f"backend is {backend!r}: expected auto, {', '.join(BACKENDS)}")
     check_threads(options.threads)
-    if backend == "auto":
-        return choose(bundle, options)
-    require(bundle, backend, options)
-    return backend, ()
-
-
-def choose(bundle: Bundle, options: EngineOptions) -> tuple[str, tuple[str, ...]]:
-    """The best backend that can run the bundle here, and why the better ones cannot.
-
-    The reasons are left out where no better one is expected: without a GPU, for a bundle without engines.
-    Raises the reason of the last backend if none of them can.
-    """
+    *better, last = BACKENDS if backend == "auto" else (backend,)
     reasons: dict[str, str] = {}
-    for name in BACKENDS:
-        try:
-            require(bundle, name, options)
-        except _REASONS as reason:
-            reasons[name] = str(reason)
-            if len(reasons) == len(BACKENDS):
-                raise
-        else:
-            expected = no_gpu() is None or bundle.manifest.engines
-            return name, tuple(f"not {line}" for line in by_reason(reasons)) if expected else ()
-    raise AssertionError("there is a last backend")
+    for name in better:
+        if (reason := why_not(bundle, name, options)) is None:
+            break
+        reasons[name] = reason
+    else:
+        name = last
+        require(bundle, name, options)
+    expected = no_gpu() is None or bundle.manifest.engines
+    return name, tuple(f"not {line}" for line in by_reason(reasons)) if expected else ()
 
 
 def _open(bundle: Bundle, backend: str, options: EngineOptions) -> Engine:
@@ -161,7 +148,7 @@ def why_not(bundle: Bundle, backend: str, options: EngineOptions) -> str | None:
     """Why a backend cannot run the bundle here; None if it can."""
     try:
         require(bundle, backend, options)
-    except _REASONS as error:
+    except (MissingDependency, InputFault, OptionFault) as error:
         return str(error)
     return None
 
@@ -203,34 +190,27 @@ def require_module(backend: str) -> None:
     install = install_command(extra)
     if backend == "onnxruntime-cuda" and (clash := clashing()) is not None:
         raise MissingBackend(f"backend {backend} needs onnxruntime-gpu alone: {clash}, then {install}")
-    try:
-        imported = import_module(module)
-    except ImportError as error:
-        raise MissingBackend(
-            f"backend {backend} needs the package {module}, which does not import ({error}): {install}"
-        ) from error
+    imported = _imported(module, f"backend {backend} needs the package {module}", install)
     if backend == "onnxruntime-cuda" and "CUDAExecutionProvider" not in imported.get_available_providers():
         raise MissingBackend(
             f"backend {backend} needs an onnxruntime with CUDA, this one has {', '.join(imported.get_available_providers())}: "
             f"pip uninstall onnxruntime onnxruntime-gpu, then {install}"
         )
     if BACKENDS[backend].flavour is not None:
-        require_torch(backend, install)
+        buffers = f"backend {backend} keeps its buffers in torch"
+        torch = _imported("torch", buffers, install)
+        if not torch.cuda.is_available():
+            raise MissingBackend(
+                f"{buffers}, and torch {torch.__version__} has no CUDA that starts here: "
+                "install a torch with CUDA (https://pytorch.org/get-started)"
+            )
 
 
-def require_torch(backend: str, install: str) -> None:
-    """Raise if there is no torch with CUDA, which the backend needs for its buffers."""
+def _imported(module: str, need: str, install: str) -> Any:
     try:
-        torch = import_module("torch")
+        return import_module(module)
     except ImportError as error:
-        raise MissingBackend(
-            f"backend {backend} keeps its buffers in torch, which does not import ({error}): {install}"
-        ) from error
-    if not torch.cuda.is_available():
-        raise MissingBackend(
-            f"backend {backend} keeps its buffers in torch, and torch {torch.__version__} has no CUDA that starts here: "
-            "install a torch with CUDA (https://pytorch.org/get-started)"
-        )
+        raise MissingBackend(f"{need}, which does not import ({error}): {install}") from error
 
 
 def clashing() -> str | None:

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import shlex
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
 
 from spaceport.graphs.contract.faults import InputFault
 from spaceport.graphs.contract.manifest import ENGINES_FOLDER, EngineRecord, Flavour
-from spaceport.graphs.contract.signature import DTYPES, Signature, Tensor
+from spaceport.graphs.contract.signature import DTYPES, Signature
 from spaceport.runtime.backends.private_files import append_private, read_private, state_folder
 from spaceport.runtime.bundle import Bundle, BundleError
 from spaceport.runtime.engine import EngineOptions
@@ -110,33 +110,30 @@ def read_engine(bundle: Bundle, named: NamedEngine, trusted: bool) -> bytes:
 
 def check_contract(api: Any, engine: Any, signature: Signature, named: NamedEngine) -> None:
     """Raise if an engine differs from its record in the manifest, or does not update its KV buffers in place."""
+    for fault in _faults(api, engine, signature, named.record.capacity):
+        raise BundleError(f"engine {named.name}: {fault}: build it again with `spaceport build`")
+
+
+def _faults(api: Any, engine: Any, signature: Signature, capacity: int) -> Iterator[str]:
     got = {engine.get_tensor_name(index) for index in range(engine.num_io_tensors)}
     expected = {tensor.name for tensor in (*signature.inputs, *signature.outputs)}
     if got != expected:
-        raise _broken(named, f"its tensors are not the contract's ({', '.join(sorted(got ^ expected)[:4])})")
+        yield f"its tensors are not the contract's ({', '.join(sorted(got ^ expected)[:4])})"
     if engine.num_optimization_profiles != _PROFILES:
-        raise _broken(named, f"it has {engine.num_optimization_profiles} profiles, {_PROFILES} are expected")
+        yield f"it has {engine.num_optimization_profiles} profiles, {_PROFILES} are expected"
     for tensors, mode in ((signature.inputs, "INPUT"), (signature.outputs, "OUTPUT")):
         for tensor in tensors:
-            if fault := _fault(api, engine, tensor, mode, named.record.capacity):
-                raise _broken(named, f"{tensor.name} {fault}")
+            name, shape = tensor.name, tuple(engine.get_tensor_shape(tensor.name))
+            if engine.get_tensor_mode(name) != getattr(api.TensorIOMode, mode):
+                yield f"{name} is no {mode.lower()}"
+            if engine.get_tensor_location(name) != api.TensorLocation.DEVICE:
+                yield f"{name} is read on the host"
+            kind, dtype = engine.get_tensor_dtype(name), DTYPES[tensor.dtype].tensorrt
+            if kind != getattr(api.DataType, dtype):
+                yield f"{name} has the type {kind}, {dtype} is expected"
+            sizes = tuple(capacity if size == "S" else -1 if isinstance(size, str) else size for size in tensor.shape)
+            if shape != sizes:
+                yield f"{name} has the shape {shape}, {sizes} is expected"
     for past, present in zip(signature.past, signature.present, strict=True):
         if (alias := engine.get_aliased_input_tensor(present.name)) != past.name:
-            raise _broken(named, f"{present.name} is not written in place of {past.name} (but of {alias})")
-
-
-def _fault(api: Any, engine: Any, tensor: Tensor, mode: str, capacity: int) -> str | None:
-    if engine.get_tensor_mode(tensor.name) != getattr(api.TensorIOMode, mode):
-        return f"is no {mode.lower()}"
-    if engine.get_tensor_location(tensor.name) != api.TensorLocation.DEVICE:
-        return "is read on the host"
-    kind, expected = engine.get_tensor_dtype(tensor.name), DTYPES[tensor.dtype].tensorrt
-    if kind != getattr(api.DataType, expected):
-        return f"has the type {kind}, {expected} is expected"
-    shape = tuple(engine.get_tensor_shape(tensor.name))
-    sizes = tuple(capacity if size == "S" else -1 if isinstance(size, str) else size for size in tensor.shape)
-    return None if shape == sizes else f"has the shape {shape}, {sizes} is expected"
-
-
-def _broken(named: NamedEngine, fault: str) -> BundleError:
-    return BundleError(f"engine {named.name}: {fault}: build it again with `spaceport build`")
+            yield f"{present.name} is not written in place of {past.name} (but of {alias})"

@@ -20,7 +20,6 @@ from spaceport.graphs.contract.exactness import Exactness, tolerated_noise
 from spaceport.graphs.contract.faults import InputFault, OptionFault
 from spaceport.graphs.contract.installation import installed_version
 from spaceport.graphs.contract.json_fields import JsonField, Rules, read
-from spaceport.graphs.contract.manifest import Manifest
 from spaceport.kernels.native_library import instruction_set, library_path
 from spaceport.runtime.backends.machine import cpu_name, instruction_sets, usable_cpus
 from spaceport.runtime.backends.private_files import cache_folder, read_private, replace_private
@@ -255,12 +254,9 @@ def measured_here(
         raise OptionFault(f"step_costs is {source!r}: expected {', '.join(get_args(CostSource))}")
     file = _file(bundle, backend, engine.device, options)
     stored = load(file)
-    if _is_exact(bundle.manifest, backend):
-        exactness = EXACT
-    elif stored is None:
+    exactness = _known(bundle, backend, stored)
+    if exactness is None:
         exactness = measure_exactness(engine, tolerated_noise(bundle.manifest, engine.device))
-    else:
-        exactness = stored.exactness
     table, times = (None, 0) if stored is None else (stored.table, stored.times)
     if table is not None and table.requests != batched_requests(engine):
         table, times = None, 0
@@ -270,7 +266,7 @@ def measured_here(
     if (measurements := Measurements(exactness, table, times)) != stored:
         # full disk, read-only folder or that of another user: they are measured again next time
         with suppress(OSError):
-            store(file, measurements)
+            replace_private(file, json.dumps(asdict(measurements)).encode())
     if source == "measured" and table is not None:
         return table, exactness
     return relative_costs(engine.costs.row if source == "standard" else 0.0), exactness
@@ -278,15 +274,14 @@ def measured_here(
 
 def known_exactness(bundle: Bundle, backend: str, device: str, options: EngineOptions) -> Exactness | None:
     """The exactness that was measured when a bundle was opened here before, or needs no measurement; else None."""
-    if _is_exact(bundle.manifest, backend):
+    return _known(bundle, backend, load(_file(bundle, backend, device, options)))
+
+
+def _known(bundle: Bundle, backend: str, stored: Measurements | None) -> Exactness | None:
+    # native operators, if they compute all of the graph and are compiled, are exact by construction
+    if bundle.manifest.signature.has_scales and backend == "onnxruntime" and library_path() is not None:
         return EXACT
-    stored = load(_file(bundle, backend, device, options))
     return None if stored is None else stored.exactness
-
-
-def _is_exact(manifest: Manifest, backend: str) -> bool:
-    """Whether rows are exact by construction: native operators compute all of the graph, and are compiled."""
-    return manifest.signature.has_scales and backend == "onnxruntime" and library_path() is not None
 
 
 def load(file: Path) -> Measurements | None:
@@ -299,13 +294,13 @@ def load(file: Path) -> Measurements | None:
     return stored if stored.schema == _SCHEMA else None
 
 
-def store(file: Path, measurements: Measurements) -> None:
-    """Write measurements; other processes may do so at the same time."""
-    replace_private(file, json.dumps(asdict(measurements)).encode())
-
-
 def _file(bundle: Bundle, backend: str, device: str, options: EngineOptions) -> Path:
     """The file of measurements, named by a digest of everything that they depend on."""
+    native = None
+    if bundle.manifest.native:
+        library = library_path()  # its instruction set, and when it was compiled
+        compiled = None if library is None else (instruction_set(library), library.stat().st_mtime_ns)
+        native = (compiled, bundle.copies_weights)
     facts = (
         bundle.manifest.graph,
         backend,
@@ -313,12 +308,6 @@ def _file(bundle: Bundle, backend: str, device: str, options: EngineOptions) -> 
         (options.capacity, options.requests, options.threads),
         [(package, installed_version(package) or "") for package in _PACKAGES],
         (cpu_name(), instruction_sets(), usable_cpus()),
-        (_native_operators(), bundle.copies_weights) if bundle.manifest.native else None,
+        native,
     )
     return cache_folder() / f"{hashlib.sha256(json.dumps(facts).encode()).hexdigest()[:32]}.json"
-
-
-def _native_operators() -> tuple[str, int] | None:
-    """The instruction set of the native operators, and when they were compiled; None if they were not."""
-    library = library_path()
-    return None if library is None else (instruction_set(library), library.stat().st_mtime_ns)

@@ -73,35 +73,32 @@ _COMMON = 3  # calls of a shape before it is captured
 PLAIN = -1  # graph id of a call that is neither captured nor replayed
 
 
-class GraphIds:
+class GraphChoice:
     """Decides which calls onnxruntime captures as CUDA graphs: frequent ones with few rows."""
 
     def __init__(self, most: int) -> None:
         self._most = most
         self._seen: Counter[tuple[int, CallShape]] = Counter()
-        self._ids: dict[tuple[int, CallShape], int] = {}
-        self._options: dict[int, ort.RunOptions] = {}
+        self._captured: dict[tuple[int, CallShape], ort.RunOptions] = {}
+        self._plain = _run_options(PLAIN)
 
     def options(self, first: int, shape: CallShape) -> ort.RunOptions:
-        """Run options of a call for the requests from `first` on."""
-        number = self.number(first, shape)
-        if number not in self._options:
-            self._options[number] = ort.RunOptions()
-            self._options[number].add_run_config_entry("gpu_graph_id", str(number))
-        return self._options[number]
-
-    def number(self, first: int, shape: CallShape) -> int:
-        """The graph id of a call; a graph contains buffer addresses, so it belongs to the call's requests."""
+        """Run options of a call; a graph contains buffer addresses, so it belongs to the requests from `first` on."""
         key = (first, shape)
-        if (known := self._ids.get(key)) is not None:
-            return known
-        if len(self._ids) == self._most or shape.rows > _GRAPH_ROWS:
-            return PLAIN
-        self._seen[key] += 1
-        if self._seen[key] <= _COMMON:
-            return PLAIN
-        self._ids[key] = len(self._ids)
-        return self._ids[key]
+        if key not in self._captured:
+            if len(self._captured) == self._most or shape.rows > _GRAPH_ROWS:
+                return self._plain
+            self._seen[key] += 1
+            if self._seen[key] <= _COMMON:
+                return self._plain
+            self._captured[key] = _run_options(len(self._captured))
+        return self._captured[key]
+
+
+def _run_options(graph: int) -> ort.RunOptions:
+    options = ort.RunOptions()
+    options.add_run_config_entry("gpu_graph_id", str(graph))
+    return options
 
 
 class SavedRows(NamedTuple):
@@ -152,7 +149,7 @@ class DeviceEngine(Engine):
         memory.zero([(self._address(0, 0), size)])
         self._rows_in: dict[int, NDArray[np.uint8]] = {}  # host memory of inputs, by size in bytes
         self._memory: dict[tuple[str, int], ort.OrtValue] = {}  # device memory by use and size in bytes
-        self._graphs = GraphIds(MOST_GRAPHS if graphs else 0)
+        self._graphs = GraphChoice(MOST_GRAPHS if graphs else 0)
         # onnxruntime stores graphs for the OS thread that captured them. This thread captures all, since the worker thread
         # ends when it is idle and graphs would be captured again
         self._thread = ThreadPoolExecutor(1, "spaceport-graphs") if graphs else None
@@ -171,13 +168,11 @@ class DeviceEngine(Engine):
         dims = self._compute(batch).logits(self.signature)
         packed = (*dims[:2], selection_width(self.signature.vocab_size))
         binding = self._selection.io_binding()
-        try:
+        with self._faults():
             binding.bind_input("logits", self._kind, 0, _FLOAT, dims, self._floats("logits", dims))
             binding.bind_output("selection", self._kind, 0, _FLOAT, packed, self._floats("selection", packed))
             self._selection.run_with_iobinding(binding)
             best: NDArray[np.float32] = binding.get_outputs()[0].numpy()
-        except FAULTS as error:
-            raise self._fault(error) from error
         return selected_rows(best, self._copied, batch.lines(self.signature))
 
     def _compute(self, batch: Batch) -> CallShape:
@@ -186,7 +181,7 @@ class DeviceEngine(Engine):
             raise EngineFault(f"onnxruntime on {self.device}: the engine is closed")
         shape = self._staging.padded(batch)
         size = _power(self._staging.bytes(shape))  # sizes are powers of two, since a whole block is copied
-        try:
+        with self._faults():
             if size not in self._rows_in:
                 self._rows_in[size] = np.zeros(size, np.uint8)
             self._staging.write(batch, shape, self._rows_in[size])
@@ -194,20 +189,21 @@ class DeviceEngine(Engine):
             rows.update_inplace(self._rows_in[size])
             self._bind(batch.first, shape, rows.data_ptr())
             self._start(self._session, self._graphs.options(batch.first, shape))
-        except FAULTS as error:
-            raise self._fault(error) from error
         return shape
 
     def _copied(self) -> NDArray[np.float32]:
         """The logits of the last call, without padding rows, copied to the host."""
-        try:
+        with self._faults():
             logits: NDArray[np.float32] = self._binding.get_outputs_as_ortvaluevector()[0].numpy()
-        except FAULTS as error:
-            raise self._fault(error) from error
         return logits
 
-    def _fault(self, error: Exception) -> EngineFault:
-        return EngineFault(f"onnxruntime on {self.device} ({self.signature.dtype}) failed: {error}")
+    @contextlib.contextmanager
+    def _faults(self) -> Iterator[None]:
+        """Raise onnxruntime's errors and the driver's as faults of this engine."""
+        try:
+            yield
+        except FAULTS as error:
+            raise EngineFault(f"onnxruntime on {self.device} ({self.signature.dtype}) failed: {error}") from error
 
     def move(self, first: int, moves: Sequence[Moves]) -> None:
         if any(sources.size for sources, _ in moves):
@@ -238,10 +234,11 @@ class DeviceEngine(Engine):
         block = slots * self._row_bytes
         size = 2 * self.signature.layers * self.signature.kv_heads * block
         try:
-            memory, device = self._allocated(size), True
-        except FAULTS as error:
+            with self._faults():
+                memory, device = self._allocated(size), True
+        except EngineFault as error:
             if not _NO_MEMORY.search(str(error)):
-                raise self._fault(error) from error
+                raise
             memory, device = ort.OrtValue.ortvalue_from_numpy(np.empty(size, np.uint8)), False
         rows = SavedRows(memory, Blocks(int(memory.data_ptr()), block, self.signature.kv_heads, device), slots)
         self._copy([(self._blocks(request), rows.blocks)], slots)
@@ -295,10 +292,8 @@ class DeviceEngine(Engine):
     def _copy(self, copies: list[tuple[Blocks, Blocks]], slots: int) -> None:
         """Copy as many KV slots of all heads and buffers."""
         signature = self.signature
-        try:
+        with self._faults():
             self._device.copy(copies, slots * self._row_bytes, signature.kv_heads, 2 * signature.layers)
-        except FAULTS as error:
-            raise self._fault(error) from error
 
     def _allocated(self, size: int) -> ort.OrtValue:
         """New device memory, whose content is undefined."""

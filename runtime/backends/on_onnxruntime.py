@@ -186,20 +186,16 @@ class OnnxRuntimeEngine(Engine):
 
 
 def open_engine(bundle: Bundle, options: EngineOptions) -> OnnxRuntimeEngine:
-    """The bundle's graph in a session."""
+    """The bundle's graph in a session, with native operators if it has them and they are compiled."""
     library = library_path()
-    engine = _opened(bundle, options, library)
+    engine = open_with_library(bundle, options, library)
     if bundle.manifest.native and library is None:
         engine.notes = (NOT_COMPILED,)
     return engine
 
 
-def open_standard(bundle: Bundle, options: EngineOptions) -> OnnxRuntimeEngine:
-    """A native graph in a session without the library: the functions of standard operators run."""
-    return _opened(bundle, options, None)
-
-
-def _opened(bundle: Bundle, options: EngineOptions, library: Path | None) -> OnnxRuntimeEngine:
+def open_with_library(bundle: Bundle, options: EngineOptions, library: Path | None) -> OnnxRuntimeEngine:
+    """The bundle's graph in a session; without the library, a native graph runs its functions of standard operators."""
     settings = options_for(bundle, engine_threads(options.threads), library)
     try:
         session = open_session(bundle, settings, ["CPUExecutionProvider"])

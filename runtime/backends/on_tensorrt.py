@@ -22,17 +22,15 @@ from spaceport.graphs.contract.manifest import LIBRARIES, EngineRecord, Flavour
 from spaceport.graphs.contract.signature import BEST_TOKENS, Signature
 from spaceport.runtime.backends.built_engines import NamedEngine, check_contract, engine_for, read_engine
 from spaceport.runtime.backends.machine import gpu
-from spaceport.runtime.backends.on_torch import copy_slots, move_slots
+from spaceport.runtime.backends.on_torch import TorchBuffers
 from spaceport.runtime.backends.private_files import read_private, replace_private, state_folder
 from spaceport.runtime.backends.staging import CallShape, Staging
 from spaceport.runtime.bundle import Bundle, BundleError
 from spaceport.runtime.engine import (
     GPU_COSTS,
     Batch,
-    Engine,
     EngineFault,
     EngineOptions,
-    Moves,
     SelectedRows,
     selected_rows,
 )
@@ -164,11 +162,11 @@ class _Context:
     shape: CallShape | None = None
 
 
-class TensorRtEngine(Engine):
+class TensorRtEngine(TorchBuffers):
     """A TensorRT or TensorRT-RTX engine on a GPU."""
 
     costs = GPU_COSTS
-    selects = parks = True
+    selects = True
 
     def __init__(
         self,
@@ -187,6 +185,7 @@ class TensorRtEngine(Engine):
         self.rows = record.prefill_rows
         self.device = name
         self._record, self._device, self._log = record, device, log
+        self.working = device.working
         self._staging = Staging(signature, record.capacity, record.prefill_rows)
         widest = CallShape(options.requests, record.prefill_rows, record.capacity, self._staging.wanted)
         # one block, so that one statement moves slots in all layers; zeroed, since 0 * NaN is NaN
@@ -207,21 +206,21 @@ class TensorRtEngine(Engine):
         self._graphs = CudaGraphs(self._capture) if options.graphs else None
 
     def run(self, batch: Batch) -> NDArray[np.float32]:
-        with self._device.working():
+        with self.working():
             shape = self._compute(batch)
             logits = self._take(shape)
         return logits[:, : batch.lines(self.signature)]
 
     def select(self, batch: Batch) -> list[SelectedRows]:
         """The best tokens of the needed rows of each request; only these are copied to the host."""
-        with self._device.working():
+        with self.working():
             shape = self._compute(batch)
             dims = shape.logits(self.signature)
             packed = selection(self._logits[: math.prod(dims)].view(dims))
             best: NDArray[np.float32] = packed.cpu().numpy()  # waits for the stream
 
         def logits() -> NDArray[np.float32]:
-            with self._device.working():
+            with self.working():
                 return self._take(shape)
 
         return selected_rows(best, logits, batch.lines(self.signature))
@@ -236,26 +235,6 @@ class TensorRtEngine(Engine):
         self._rows[:used].copy_(self._rows_in[:used], non_blocking=True)
         self._play(batch.first, shape)
         return shape
-
-    def move(self, first: int, moves: Sequence[Moves]) -> None:
-        with self._device.working():
-            move_slots(self._kv, first, moves)
-
-    def copy(self, source: int, target: int, slots: NDArray[np.int64]) -> None:
-        with self._device.working():
-            copy_slots(self._kv, source, target, slots)
-
-    def saved(self, request: int, slots: int) -> torch.Tensor:
-        with self._device.working():
-            return self._kv[:, request, :, :slots].to("cpu", copy=True)
-
-    def restore(self, request: int, rows: torch.Tensor) -> None:
-        with self._device.working():
-            self._kv[:, request, :, : rows.shape[2]] = rows.to(self._kv.device)
-
-    def clear(self, request: int) -> None:
-        with self._device.working():
-            self._kv[:, request] = 0
 
     def close(self) -> None:
         if self._kernels is not None:

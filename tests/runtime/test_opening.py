@@ -8,7 +8,6 @@ import shutil
 import subprocess
 import sys
 import threading
-from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
@@ -146,54 +145,29 @@ with Runtime.open(sys.argv[1], backend="onnxruntime", max_seq_len=64, threads=1,
 """
 
 
-def served_until(bundle: Path, happens: Callable[[subprocess.Popen[str]], object]) -> list[str]:
-    """What a process that uses a bundle prints until it ends, after something happens to it or to the bundle."""
-    command = [sys.executable, "-c", _SERVES, str(bundle)]
-    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True) as process:
-        assert process.stdout is not None
-        lines = [process.stdout.readline().strip() for _ in range(3)]
-        happens(process)
-        return lines + [line.strip() for line in process.stdout if line.endswith("\n")]
-
-
 @pytest.mark.slow
 @pytest.mark.parametrize("name", ["tiny_bundle", "tiny_int8_bundle"])
-def test_a_bundle_opens_after_a_process_that_mapped_it_was_killed(
-    name: str, tmp_path: Path, request: pytest.FixtureRequest
-) -> None:
-    bundle = shutil.copytree(request.getfixturevalue(name), tmp_path / "bundle")
-    before = scored(bundle)
-    (tokens,) = {*served_until(bundle, subprocess.Popen.kill)}
-    assert tokens.startswith("[")
-    assert scored(bundle) == before
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("name", ["tiny_bundle", "tiny_int8_bundle"])
-@pytest.mark.parametrize("change", ["truncated", "written", "replaced"])
+@pytest.mark.parametrize("change", ["truncated", "written"])
 def test_a_bundle_that_changes_while_it_is_served_never_gives_another_text(
     name: str, change: str, tmp_path: Path, request: pytest.FixtureRequest
 ) -> None:
     """Truncation of a mapped file may end the process (SIGBUS)."""
     bundle = shutil.copytree(request.getfixturevalue(name), tmp_path / "bundle")
     data = bundle / DATA_FILE
-
-    def happens(process: subprocess.Popen[str]) -> None:
+    command = [sys.executable, "-c", _SERVES, str(bundle)]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True) as process:
+        assert process.stdout is not None
+        lines = [process.stdout.readline() for _ in range(3)]
         if change == "truncated":
             os.truncate(data, 0)
-        elif change == "written":
+        else:
             with data.open("r+b") as file:
                 file.write(bytes(data.stat().st_size))
-        else:
-            data.rename(tmp_path / "old")
-            data.write_bytes(bytes((tmp_path / "old").stat().st_size))
-            process.kill()  # it has the old file, and would go on
-
-    expected, *rest = served_until(bundle, happens)
-    assert expected.startswith("[")
-    assert {*rest} <= {expected, "BundleError"}
+        lines += [line for line in process.stdout if line.endswith("\n")]
+    assert lines[0].startswith("[")
+    assert {*lines} <= {lines[0], "BundleError\n"}
     if change == "written":
-        assert rest[-1] == "BundleError"
+        assert lines[-1] == "BundleError\n"
     with pytest.raises(BundleError, match="the manifest says"):
         open_runtime(bundle)
 

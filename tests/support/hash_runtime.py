@@ -53,9 +53,9 @@ def hash_runtime(
     )
     bundle = Bundle(_folder(), manifest)
     capacity = capacity_for(manifest, max_slots or max_seq_len)
-    costs = replace(FREE_ROWS, row=row)
+    costs = replace(FREE_ROWS, row=row, prompt_rows=prompt_rows)
     engine = HashEngine(language, capacity, requests, lowering, costs=costs, before=before, after=after)
-    return Runtime(bundle, engine, max_seq_len, max_slots, prompt_rows=prompt_rows, **options)
+    return Runtime(bundle, engine, max_seq_len, max_slots, **options)
 
 
 def expected_logprobs(language: Language, tokens: Sequence[int], start: int, top: int) -> list[TokenLogprob]:

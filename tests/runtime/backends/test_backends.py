@@ -14,7 +14,7 @@ from spaceport.graphs.contract.formats import FORMATS
 from spaceport.graphs.contract.manifest import ENGINES_FOLDER, EngineRecord
 from spaceport.graphs.contract.signature import Lowering
 from spaceport.runtime import backends
-from spaceport.runtime.backends import choose, clashing, open_engine, require, why_not
+from spaceport.runtime.backends import clashing, open_engine, require, resolve, why_not
 from spaceport.runtime.backends.built_engines import (
     NamedEngine,
     built_here,
@@ -180,13 +180,13 @@ def test_what_was_built_is_noted_in_the_users_state_if_that_is_possible(
 def test_the_best_backend_is_the_first_that_runs_the_bundle(bundle: Bundle, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(backends, "require_module", lambda backend: None)  # everything is installed
     both = with_engines(bundle, a={}, b={"backend": "tensorrt"})
-    assert choose(both, OPTIONS) == ("tensorrt", ())
-    name, (note,) = choose(bundle, OPTIONS)
+    assert resolve(both, "auto", OPTIONS) == ("tensorrt", ())
+    name, (note,) = resolve(bundle, "auto", OPTIONS)
     assert name == "tensorrt-rtx"
     assert note.startswith(f"not tensorrt: {bundle.path}: it holds no tensorrt engine")
-    name, notes = choose(scattered(bundle), OPTIONS)
+    name, notes = resolve(scattered(bundle), "auto", OPTIONS)
     assert (name, len(notes)) == ("onnxruntime-cuda", 2)
-    name, notes = choose(with_engines(bundle, a={"target": "sm75"}), OPTIONS)
+    name, notes = resolve(with_engines(bundle, a={"target": "sm75"}), "auto", OPTIONS)
     assert name == "onnxruntime"
     assert [note.split(":")[0] for note in notes] == ["not tensorrt", "not tensorrt-rtx", "not onnxruntime-cuda"]
     assert "sm75, this GPU is sm89" in notes[1]
@@ -194,8 +194,8 @@ def test_the_best_backend_is_the_first_that_runs_the_bundle(bundle: Bundle, monk
 
 @pytest.mark.usefixtures("without_gpu")
 def test_without_a_gpu_only_engines_are_missed(bundle: Bundle) -> None:
-    assert choose(scattered(bundle), OPTIONS) == ("onnxruntime", ())
-    name, (note,) = choose(bundle, OPTIONS)
+    assert resolve(scattered(bundle), "auto", OPTIONS) == ("onnxruntime", ())
+    name, (note,) = resolve(bundle, "auto", OPTIONS)
     assert name == "onnxruntime"
     assert note == "not tensorrt, tensorrt-rtx, onnxruntime-cuda: needs an NVIDIA GPU: no NVIDIA driver here"
 
@@ -259,7 +259,7 @@ def test_two_packages_of_onnxruntime_are_a_mistake_where_cuda_is_asked_for(
     with pytest.raises(MissingDependency, match=message):
         require(scattered(bundle), "onnxruntime-cuda", OPTIONS)
     require(scattered(bundle), "onnxruntime", OPTIONS)  # on the CPU both of them runs
-    name, notes = choose(scattered(bundle), OPTIONS)
+    name, notes = resolve(scattered(bundle), "auto", OPTIONS)
     assert name == "onnxruntime"
     assert any("both installed" in note for note in notes)
 

@@ -27,7 +27,7 @@ from spaceport.exporter.to_onnx import write_selection
 from spaceport.graphs.contract.manifest import MANIFEST_FILE, SELECTION_FILE
 from spaceport.runtime.backends import on_cuda, on_tensorrt, open_engine
 from spaceport.runtime.backends.machine import Gpu
-from spaceport.runtime.backends.on_cuda import PLAIN, DeviceEngine, GraphIds
+from spaceport.runtime.backends.on_cuda import PLAIN, DeviceEngine, GraphChoice
 from spaceport.runtime.backends.on_onnxruntime import open_selection, open_session, session_options
 from spaceport.runtime.backends.on_tensorrt import CudaGraphs
 from spaceport.runtime.backends.staging import CallShape
@@ -289,70 +289,53 @@ def test_what_one_os_thread_captured_is_played_for_all(tiny_bundle: Path) -> Non
     assert all(np.array_equal(logits, found[0]) for logits in found)
 
 
+def graph_ids(graphs: GraphChoice, first: int, shape: CallShape, calls: int) -> list[int]:
+    return [int(graphs.options(first, shape).get_run_config_entry("gpu_graph_id")) for _ in range(calls)]
+
+
 def test_calls_of_few_rows_that_come_again_get_a_graph_each() -> None:
-    graphs = GraphIds(most=2)
-    step, other = CallShape(1, 9, 128, 9), CallShape(1, 9, 192, 9)
-    assert [graphs.number(0, step) for _ in range(5)] == [PLAIN] * 3 + [0, 0]
-    assert [graphs.number(1, step) for _ in range(4)] == [PLAIN] * 3 + [1]
-    assert [graphs.number(0, other) for _ in range(9)] == [PLAIN] * 9, "there are as many graphs as there may be"
-    assert (graphs.number(0, step), graphs.number(1, step)) == (0, 1)
-    wide = GraphIds(9)
-    assert [wide.number(0, CallShape(1, 128, 128, 1)) for _ in range(9)] == [PLAIN] * 9
-    assert graphs.options(1, step).get_run_config_entry("gpu_graph_id") == "1"
-    assert graphs.options(0, other).get_run_config_entry("gpu_graph_id") == "-1"
+    graphs = GraphChoice(most=2)
+    step, other, wide = CallShape(1, 9, 128, 9), CallShape(1, 9, 192, 9), CallShape(1, 128, 128, 1)
+    assert graph_ids(graphs, 0, wide, 9) == [PLAIN] * 9
+    assert graph_ids(graphs, 0, step, 5) == [PLAIN] * 3 + [0, 0]
+    assert graph_ids(graphs, 1, step, 4) == [PLAIN] * 3 + [1]
+    assert graph_ids(graphs, 0, other, 9) == [PLAIN] * 9, "there are as many graphs as there may be"
+    assert graph_ids(graphs, 0, step, 1) + graph_ids(graphs, 1, step, 1) == [0, 1]
 
 
-class Board:
-    """What was done, and how."""
+def played(keys: str, most: int = 3) -> tuple[str, str, str, CudaGraphs]:
+    """The keys whose work was done, prepared and captured, in their order."""
+    done, prepared, captured = list[str](), list[str](), list[str]()
 
-    def __init__(self, most: int = 3) -> None:
-        self.done: list[str] = []
-        self.captures: list[str] = []
-        self.prepared: list[str] = []
-        self._noting: list[str] | None = None
-        self.captured = CudaGraphs(self._capture, most)
-
-    def play(self, keys: str) -> None:
-        for key in keys:
-            self.captured.run(key, lambda key=key: self._do(key), lambda key=key: self.prepared.append(key))
-            assert self.done[-1] == key
-
-    def _do(self, key: str) -> None:
-        assert self._noting is None or self.done[-1] == key, "what is captured has just been done plainly"
-        (self.done if self._noting is None else self._noting).append(key)
-
-    def _capture(self, work: Callable[[], None]) -> Callable[[], None]:
-        self._noting = []
+    def capture(work: Callable[[], None]) -> Callable[[], None]:
         work()
-        noted, self._noting = self._noting, None
-        self.captures += noted
-        return lambda: self.done.extend(noted)
+        key = done.pop()
+        assert key == done[-1], "what is captured has just been done plainly"
+        captured.append(key)
+        return lambda: done.append(key)
+
+    graphs = CudaGraphs(capture, most)
+    for key in keys:
+        graphs.run(key, lambda key=key: done.append(key), lambda key=key: prepared.append(key))
+    return "".join(done), "".join(prepared), "".join(captured), graphs
 
 
 @given(keys=st.text("abcde", max_size=40))
 def test_what_is_played_is_done_in_its_order(keys: str) -> None:
-    board = Board()
-    board.play(keys)
-    assert board.done == [*keys]
-    assert len(board.captured._graphs) <= 3
+    done, _, _, graphs = played(keys)
+    assert done == keys
+    assert len(graphs._graphs) <= 3
 
 
 def test_calls_are_captured_the_second_time_and_the_least_recently_used_graph_goes_first(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    board = Board()
-    board.play("aaaaa")
-    assert (board.captures, board.prepared, board.done) == (["a"], ["a", "a"], ["a"] * 5)
-    board = Board(most=2)
-    board.play("aabbaccb")
-    assert board.captures == ["a", "b", "c", "b"]
-    board.play("c")
-    assert board.captures == ["a", "b", "c", "b"]
+    assert played("aaaaa")[:3] == ("aaaaa", "aa", "a")
+    assert played("aabbaccbc", most=2)[2] == "abcb"
     monkeypatch.setattr(on_tensorrt, "_MOST_SEEN", 20)
-    board = Board()
-    board.play("abcdefghijklmnopqrstuvwxyz")
-    assert len(board.captured._seen) <= 21, "calls that never come again are forgotten"
-    assert not board.captures
+    *_, captured, graphs = played("abcdefghijklmnopqrstuvwxyz")
+    assert len(graphs._seen) <= 21, "calls that never come again are forgotten"
+    assert not captured
 
 
 def test_nodes_on_the_cpu_are_named(tiny_bundle: Path) -> None:

@@ -19,7 +19,7 @@ import torch
 from spaceport.graphs.contract.signature import Signature
 from spaceport.runtime import Decoding, Runtime, Sampling
 from spaceport.runtime.backends.on_tensorrt import STEPS
-from spaceport.runtime.backends.on_torch import TorchEngine, copy_slots
+from spaceport.runtime.backends.on_torch import TorchEngine
 from spaceport.runtime.bundle import BundleError
 from spaceport.runtime.engine import NO_MOVES, EngineFault, capacity_for
 from support.paths import TINY
@@ -103,36 +103,45 @@ def test_texts_beside_each_other_are_those_alone(tiny_append_bundle: Path) -> No
         assert device.replayed
 
 
-@pytest.mark.parametrize("target", [0, 1, 2])
-def test_all_slots_are_read_before_any_is_copied(target: int) -> None:
-    slots = np.array([2, 0, 7, 1])
-    engine = TorchEngine(lambda: (), Signature(2, 3, 4, 50, "float32", "append"), 9, 3, "cpu")
-    engine._kv[:] = torch.arange(engine._kv.numel()).reshape(engine._kv.shape)
-    before, buffers = engine._kv.clone(), engine._kv.clone()
-    engine.copy(0, target, slots)
-    copy_slots(buffers, 0, target, slots)
-    assert torch.equal(engine._kv, buffers)
-    assert torch.equal(buffers[:, target, :, :4], before[:, 0][:, :, slots])
-    assert torch.equal(buffers[:, target, :, 4:], before[:, target, :, 4:])
-    untouched = [request for request in range(3) if request != target]
-    assert torch.equal(buffers[:, untouched], before[:, untouched])
+def torch_engine() -> TorchEngine:
+    engine = TorchEngine(lambda: (), Signature(3, 2, 3, 50, "float32", "append"), 8, 4, "cpu")
+    engine._kv = torch.arange(engine._kv.numel(), dtype=torch.float32).reshape(engine._kv.shape)
+    return engine
 
 
-def test_only_the_slots_of_a_request_are_cleared_and_nothing_moves_where_nothing_has_to(
-    tiny_append_bundle: Path,
+@pytest.mark.parametrize(("sources", "targets"), [([1, 2, 3], [0, 1, 2]), ([0, 5], [5, 0]), ([7, 6], [1, 0])])
+def test_slots_are_all_read_before_any_is_moved_and_each_request_has_its_own_moves(
+    sources: list[int], targets: list[int]
 ) -> None:
-    with runtime_of(tiny_append_bundle, requests=2) as (runtime, device):
-        expected = runtime.generate("The harbour", Decoding(max_tokens=20)).tokens
-        buffers = next(tensor for tensor in device.memory if tensor.dim() == 5)
-        before = buffers.clone()
-        runtime.engine.move(0, [NO_MOVES])
-        assert (buffers == before).all()
-        buffers[:, 0] = float("nan")
-        buffers[:, 1] = 7.0
-        runtime.engine.clear(0)
-        assert not buffers[:, 0].any()
-        assert (buffers[:, 1] == 7.0).all()
-        assert runtime.generate("The harbour", Decoding(max_tokens=20)).tokens == expected
+    engine = torch_engine()
+    before, expected = engine._kv.clone(), engine._kv.clone()
+    expected[:, 1, :, targets] = before[:, 1, :, sources]
+    expected[:, 3, :, 2] = before[:, 3, :, 5]
+    engine.move(1, [(np.array(sources), np.array(targets)), NO_MOVES, (np.array([5]), np.array([2]))])
+    assert torch.equal(engine._kv, expected)
+
+
+@pytest.mark.parametrize("target", [0, 1, 2])
+def test_all_slots_are_read_before_any_is_copied_to_another_request(target: int) -> None:
+    engine = torch_engine()
+    expected = engine._kv.clone()
+    expected[:, target, :, :4] = engine._kv[:, 0][:, :, [2, 0, 7, 1]]
+    engine.copy(0, target, np.array([2, 0, 7, 1]))
+    assert torch.equal(engine._kv, expected)
+
+
+def test_only_the_slots_of_a_request_are_cleared_and_nothing_moves_where_nothing_has_to() -> None:
+    engine = torch_engine()
+    before = engine._kv.clone()
+    engine.move(0, [NO_MOVES])
+    assert torch.equal(engine._kv, before)
+    engine._kv[:, 0] = float("nan")
+    engine.clear(0)
+    assert not engine._kv[:, 0].any()
+    assert torch.equal(engine._kv[:, 1:], before[:, 1:])
+    engine.restore(0, engine.saved(2, 5))
+    assert torch.equal(engine._kv[:, 0, :, :5], before[:, 2, :, :5])
+    assert not engine._kv[:, 0, :, 5:].any()
 
 
 def kernels(engine: Any) -> tuple[Any, Any]:

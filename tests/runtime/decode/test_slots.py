@@ -8,7 +8,6 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from spaceport.runtime.decode.sequence import Slots, SlotsExhausted
-from spaceport.runtime.engine import NO_MOVES, Moves
 
 
 def take(slots: Slots, count: int) -> list[int]:
@@ -110,22 +109,3 @@ def test_what_an_append_engine_holds_is_moved_together(steps: list[tuple[int, in
         assert (slots.held, slots.height) == (len(content), max(content, default=-1) + 1)
         new = [moved.get(slot, slot) for slot in run if slot not in gone]
         assert max(new, default=-1) < min({*range(256)} - {*content}), "a gap was left below"
-
-
-@pytest.mark.torch
-@pytest.mark.parametrize(("sources", "targets"), [([1, 2, 3], [0, 1, 2]), ([0, 5], [5, 0]), ([7, 6], [1, 0])])
-def test_slots_are_all_read_before_any_is_written_and_each_request_has_its_own_moves(
-    sources: list[int], targets: list[int]
-) -> None:
-    import torch
-
-    from spaceport.runtime.backends.on_torch import move_slots
-
-    kv = torch.rand((6, 4, 2, 8, 3), generator=torch.Generator().manual_seed(0))
-    expected = kv.clone()
-    moves: list[Moves] = [(np.array(sources), np.array(targets)), NO_MOVES, (np.array([5]), np.array([2]))]
-    for request, (before, behind) in enumerate(moves, 1):
-        for source, target in zip(before, behind, strict=True):
-            expected[:, request, :, int(target)] = kv[:, request, :, int(source)]
-    move_slots(kv, 1, moves)
-    assert torch.equal(kv, expected)

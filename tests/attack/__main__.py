@@ -14,8 +14,7 @@ import click
 from attack.mutations import damaged_bundles, mutated_bundles
 from attack.outcome import Budget, Outcome, table, timed
 from attack.requests import hostile_requests
-from attack.service import strangers
-from attack.soak import soak
+from attack.service import soak, strangers
 from support.paths import DEMO, TINY
 
 _EXPORT = """

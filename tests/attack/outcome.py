@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+import os
+import re
+import threading
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
+from pathlib import Path
 
 _SHOWN = 10  # failures that are printed
 
@@ -21,13 +25,15 @@ class Outcome:
     failures: list[str] = field(default_factory=list)
     figures: dict[str, str] = field(default_factory=dict)  # measurements
     seconds: float = 0.0
+    _lock: threading.Lock = field(default_factory=threading.Lock)
 
     def note(self, case: str, result: str, fine: bool) -> None:
-        """Count a case."""
-        self.cases += 1
-        self.counts[result] += 1
-        if not fine:
-            self.failures.append(f"{case}: {result}")
+        """Count a case, from any OS thread."""
+        with self._lock:
+            self.cases += 1
+            self.counts[result] += 1
+            if not fine:
+                self.failures.append(f"{case}: {result}")
 
 
 @dataclass(frozen=True)
@@ -52,6 +58,17 @@ def timed(part: Callable[[], Outcome]) -> Outcome:
     outcome = part()
     outcome.seconds = time.monotonic() - began
     return outcome
+
+
+def memory_of(process: int, name: str = "VmRSS") -> float:
+    """MiB of memory of a process."""
+    status = Path(f"/proc/{process}/status").read_text()
+    return int(re.search(rf"{name}:\s+(\d+)", status)[1]) / 1024  # type: ignore[index]
+
+
+def open_files_of(process: int) -> int:
+    """Number of files and sockets that a process has open."""
+    return len(os.listdir(f"/proc/{process}/fd"))  # noqa: PTH208  (open files, not a folder)
 
 
 def table(outcomes: Sequence[Outcome]) -> str:

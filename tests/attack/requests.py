@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from attack.outcome import Budget, Outcome
+from attack.outcome import Budget, Outcome, memory_of, open_files_of
 from spaceport.runtime import Decoding, Grammar, Limits, Prompt, Runtime, Sampling, SpaceportError
 
 _HOSTILE = 4
@@ -30,7 +30,7 @@ Hostile = Callable[[Runtime, Random], object]
 def hostile_requests(bundle: Path, seed: int, budget: Budget) -> Outcome:
     """Normal clients alone, then beside hostile ones; compares the gaps between their tokens."""
     outcome = Outcome("hostile requests", seed)
-    numbers, lock, longest, used = budget.numbers(), threading.Lock(), [(0.0, "none")], list[Usage]()
+    numbers, lock, longest, used = budget.numbers(), threading.Lock(), [(0.0, "none")], [_usage()]
 
     def attack() -> None:
         while True:
@@ -41,10 +41,10 @@ def hostile_requests(bundle: Path, seed: int, budget: Budget) -> Outcome:
             name = random.choice([*HOSTILE])
             result, fine = _result(runtime, HOSTILE[name], random)
             took = time.monotonic() - began
+            longest.append((took, name))
+            outcome.note(f"{number} {name}, {took:.0f} s", result, fine and took < _PATIENCE)
             with lock:
-                longest.append((took, name))
-                outcome.note(f"{number} {name}, {took:.0f} s", result, fine and took < _PATIENCE)
-                if not used or began - used[-1].seconds > budget.seconds / _SAMPLES:
+                if began - used[-1].seconds > budget.seconds / _SAMPLES:
                     used.append(_usage())
 
     def attack_at_once() -> None:
@@ -71,7 +71,7 @@ def hostile_requests(bundle: Path, seed: int, budget: Budget) -> Outcome:
         outcome.failures.append(f"{middle.files} open files, later {last.files}")
     growth = last.mebibytes - middle.mebibytes
     outcome.figures["memory"] = f"{last.mebibytes:.1f} MiB, {growth:+.1f} in the second half"
-    outcome.figures["at the end"] = f"{last.files} open files, {last.threads} OS threads"
+    outcome.figures["at the end"] = f"{last.files} open files"
     return outcome
 
 
@@ -81,20 +81,17 @@ class Usage(NamedTuple):
     seconds: float  # time.monotonic()
     mebibytes: float
     files: int
-    threads: int  # of the OS
 
 
 def _usage() -> Usage:
-    pages = int(Path("/proc/self/statm").read_text().split()[1])
-    files = len(os.listdir("/proc/self/fd"))  # noqa: PTH208  (open files, not a folder)
-    return Usage(time.monotonic(), pages * os.sysconf("SC_PAGE_SIZE") / 2**20, files, threading.active_count())
+    return Usage(time.monotonic(), memory_of(os.getpid()), open_files_of(os.getpid()))
 
 
 def _normal_clients(
     runtime: Runtime, expected: dict[str, str], outcome: Outcome, during: Callable[[], None]
 ) -> list[float]:
     """Seconds between the tokens of normal requests while something else happens."""
-    stop, gaps, lock = threading.Event(), [0.0], threading.Lock()
+    stop, gaps = threading.Event(), [0.0]
 
     def client(prompt: str) -> None:
         while not stop.is_set():
@@ -103,9 +100,8 @@ def _normal_clients(
                 now = time.perf_counter()
                 gaps.append(now - last)
                 last, text = now, text + piece.reading
-            with lock:
-                right = text == expected[prompt]
-                outcome.note(f"normal request {prompt!r}: {text!r}", "right" if right else "wrong text", right)
+            right = text == expected[prompt]
+            outcome.note(f"normal request {prompt!r}: {text!r}", "right" if right else "wrong text", right)
 
     with ThreadPoolExecutor(len(expected)) as pool:
         clients = [pool.submit(client, prompt) for prompt in expected]

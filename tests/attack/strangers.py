@@ -14,6 +14,7 @@ from contextlib import suppress
 from typing import Any
 from urllib.parse import urlsplit
 
+COMPLETIONS = "/v1/completions"
 _CONTENT = {"Content-Type": "application/json"}
 _REST = 0.002  # seconds between attempts: the clients of an attack do not keep a CPU busy themselves
 TEXT = "def read(path, mode):\n    for name in names:\n        print(name)\n"
@@ -26,13 +27,13 @@ class Target:
         parts = urlsplit(url)
         self.host, self.port = str(parts.hostname), int(parts.port or 80)
 
-    def ask(self, body: object, key: str = "", path: str = "/v1/completions", **headers: str) -> tuple[int, Any]:
-        """The status and content of an answer, over a connection of its own."""
+    def ask(self, body: object, key: str = "", path: str = COMPLETIONS, **headers: str) -> tuple[int, Any]:
+        """The status and content of an answer, over a connection of its own; None as body gets the path."""
         connection = http.client.HTTPConnection(self.host, self.port, timeout=120)
         content = body if isinstance(body, bytes) else json.dumps(body).encode()
         sent = {**_CONTENT, **headers, **({"Authorization": f"Bearer {key}"} if key else {})}
         try:
-            connection.request("POST", path, content, sent)
+            connection.request("GET" if body is None else "POST", path, content, sent)
             response = connection.getresponse()
             return response.status, json.loads(response.read() or b"null")
         finally:
@@ -40,13 +41,9 @@ class Target:
 
     def load(self) -> dict[str, int]:
         """Running and waiting requests and KV slots of the only model."""
-        connection = http.client.HTTPConnection(self.host, self.port, timeout=120)
-        try:
-            connection.request("GET", "/load")
-            models: dict[str, dict[str, int]] = json.loads(connection.getresponse().read())["models"]
-            return next(iter(models.values()))
-        finally:
-            connection.close()
+        _, answer = self.ask(None, path="/load")
+        (load,) = answer["models"].values()
+        return load  # type: ignore[no-any-return]
 
     def connected(self, sent: bytes = b"", buffer: int = 0) -> socket.socket:
         """A connection over which something was sent; `buffer` bytes of answers are buffered, 0: as usual."""
@@ -56,7 +53,7 @@ class Target:
         client.sendall(sent)
         return client
 
-    def posted(self, length: int, content: bytes, buffer: int = 0, path: str = "/v1/completions") -> socket.socket:
+    def posted(self, length: int, content: bytes, buffer: int = 0, path: str = COMPLETIONS) -> socket.socket:
         """A connection over which the beginning of a request with a body of this length was sent."""
         head = f"POST {path} HTTP/1.1\r\nHost: {self.host}\r\nContent-Length: {length}\r\n"
         return self.connected(f"{head}Content-Type: application/json\r\n\r\n".encode() + content, buffer)

@@ -1,4 +1,4 @@
-"""Attentions of all kinds that the operator has, with random inputs."""
+"""Attentions of all kinds that the operator has, with random inputs, and what it computes of them, in numpy."""
 
 from dataclasses import dataclass
 from typing import Any
@@ -6,7 +6,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from support import operator_reference as reference
+from support.operator_reference import Array, F, normalized, rounded
 
 EPSILON = 0.3  # of the norms: so large that it shows
 
@@ -55,23 +55,52 @@ class Case:
         return given | {"scale": self.size**-0.5, "cap": self.cap, "epsilon": EPSILON}
 
     def expected(self, feeds: dict[str, NDArray[Any]]) -> list[NDArray[Any]]:
+        """The same roundings as in the kernels, sums in float64."""
         keys, values, scales = (feeds[name][0].copy() for name in ("keys", "values", "scales"))
-        y = reference.attend(
-            *(
-                feeds["qkv"],
-                feeds["cos"],
-                feeds["sin"],
-                feeds["slots"][0],
-                feeds["visible"][0, 0],
-                keys,
-                values,
-                scales,
-            ),
-            *(self.heads, self.size**-0.5, self.cap, self.interleaved),
-            *(feeds.get(name) for name in ("q_gain", "k_gain", "sinks")),
-            epsilon=EPSILON,
+        visible, share = feeds["visible"][0, 0], self.heads // self.kv_heads
+        states = feeds["qkv"].reshape(self.rows, -1, self.size)
+        q, k, v = np.split(states, [self.heads, self.heads + self.kv_heads], axis=1)
+        q, k = (self._turned(x, feeds, gain) for x, gain in ((q, "q_gain"), (k, "k_gain")))
+        for stored, states, first in ((keys, k, 0), (values, v, self.kv_heads)):
+            for head in range(self.kv_heads):
+                for row, slot in enumerate(feeds["slots"][0]):
+                    codes, size_of = rounded(np.ascontiguousarray(states[row : row + 1, head]), self.size)
+                    stored[head, slot], scales[first + head, slot] = codes[0], size_of[0, 0]
+        y = np.zeros((self.rows, self.heads, self.size))
+        for head in range(self.heads):
+            seen_keys, seen_values = (cache[head // share, : self.seen].astype(np.int64) for cache in (keys, values))
+            key_scales, value_scales = scales[[head // share, self.kv_heads + head // share], : self.seen]
+            codes, q_scales = rounded(np.ascontiguousarray(q[:, head]), self.size)
+            scores = (codes @ seen_keys.T).astype(F) * key_scales * (q_scales * F(self.attributes["scale"]))
+            if self.cap:
+                scores = F(self.cap) * np.tanh(scores / F(self.cap))
+            scores = np.where(visible, scores, -np.inf)
+            sink = feeds["sinks"][head] if self.sinks else -np.inf
+            top = np.maximum(scores.max(axis=1, keepdims=True), sink)
+            weights = np.exp((scores - top).astype(np.float64))
+            total = np.rint(weights * 65536).sum(axis=1, keepdims=True)
+            total += np.rint(np.exp(sink - top.astype(np.float64)) * 65536)
+            scaled = weights * value_scales
+            most = scaled.max(axis=1, keepdims=True)
+            y[:, head] = np.rint(scaled * (32767 / most)) @ seen_values * most / 32767 / (total / 65536)
+        return [y.reshape(self.rows, -1), keys[None], values[None], scales[None]]
+
+    def _turned(self, heads: Array, feeds: dict[str, NDArray[Any]], gain: str) -> Array:
+        """Heads (rows x heads x size), normed if there is a gain, and rotated by the angles of their rows."""
+        heads = normalized(
+            heads.reshape(-1, self.size), "rms" if self.norms else "none", feeds.get(gain), None, EPSILON
+        ).reshape(heads.shape)
+        cos, sin = feeds["cos"][:, None], feeds["sin"][:, None]  # rows x 1 x pairs
+        pairs = cos.shape[2]
+        first, second = (
+            (slice(0, 2 * pairs, 2), slice(1, 2 * pairs, 2))
+            if self.interleaved
+            else (slice(pairs), slice(pairs, 2 * pairs))
         )
-        return [y, keys[None], values[None], scales[None]]
+        turned = heads.copy()
+        turned[..., first] = heads[..., first].astype(np.float64) * cos - heads[..., second] * sin
+        turned[..., second] = heads[..., second].astype(np.float64) * cos + heads[..., first] * sin
+        return turned
 
 
 CASES = {

@@ -11,7 +11,7 @@ import numpy as np
 import onnx
 import onnxruntime
 from numpy.typing import NDArray
-from onnx import TensorProto, helper
+from onnx import TensorProto, helper, numpy_helper
 
 from spaceport.kernels.build import SOURCES, build, compiler, library_name
 from spaceport.kernels.functions import INPUTS, OUTPUTS
@@ -25,13 +25,6 @@ OPSET, IR_VERSION = 23, 11  # of native graphs
 SETS = ("portable", "avx2", "avxvnni", "avx512vnni", "amx", "neon")
 EMULATED_MATRICES = TESTS / "kernels" / "emulated_matrices.h"
 EMULATION = f'-DSPACEPORT_MATRICES="{EMULATED_MATRICES}"'  # plain C++ in place of the instructions of AMX
-_TYPES = {
-    np.dtype(np.float32): TensorProto.FLOAT,
-    np.dtype(np.uint8): TensorProto.UINT8,
-    np.dtype(np.int8): TensorProto.INT8,
-    np.dtype(np.int64): TensorProto.INT64,
-    np.dtype(np.bool_): TensorProto.BOOL,
-}
 _OUTPUT_TYPES = {"new_keys": TensorProto.INT8, "new_values": TensorProto.INT8}
 
 GGUF_TYPES = {
@@ -145,14 +138,13 @@ def model_of(
         names.pop()
     node = helper.make_node(kind, names, OUTPUTS[kind], domain="spaceport", **attributes)
     fed = [
-        helper.make_tensor_value_info(name, _TYPES[value.dtype], [f"{name}{i}" for i in range(value.ndim)])
+        helper.make_tensor_value_info(
+            name, helper.np_dtype_to_tensor_dtype(value.dtype), [f"{name}{i}" for i in range(value.ndim)]
+        )
         for name, value in inputs.items()
         if name not in constants
     ]
-    made = [
-        helper.make_tensor(name, _TYPES[inputs[name].dtype], inputs[name].shape, inputs[name].tobytes(), raw=True)
-        for name in constants
-    ]
+    made = [numpy_helper.from_array(inputs[name], name) for name in constants]
     given = [
         helper.make_tensor_value_info(name, _OUTPUT_TYPES.get(name, TensorProto.FLOAT), None) for name in OUTPUTS[kind]
     ]

@@ -18,7 +18,7 @@ from spaceport.exporter.native_weights import Matrix, format_of_matrix, rounded
 from spaceport.exporter.quantized_weights import matmuls_of
 from spaceport.graphs.contract.manifest import MODEL_FILE
 from spaceport.graphs.parts import BLOCK
-from spaceport.graphs.quantize import linear_modules
+from spaceport.graphs.quantization import linear_modules
 from spaceport.graphs.streamed_weights import values_of
 from spaceport.kernels.functions import add_functions
 from spaceport.kernels.native_library import DOMAIN, VERSION

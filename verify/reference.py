@@ -18,7 +18,7 @@ from spaceport.graphs.contract.faults import InputFault
 from spaceport.graphs.contract.formats import FORMATS
 from spaceport.graphs.contract.manifest import TEMPLATE_FILE, TOKENIZER_FILE, record_of
 from spaceport.graphs.contract.signature import Precision
-from spaceport.graphs.quantize import quantize_inputs
+from spaceport.graphs.quantization import quantize_inputs
 from spaceport.runtime.backends import check_threads
 from spaceport.runtime.backends.on_torch import TorchEngine
 from spaceport.runtime.bundle import Bundle

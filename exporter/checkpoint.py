@@ -204,7 +204,7 @@ def open_checkpoint(
         for requested, named in ((flags.fork, sar.fork_token), (flags.child, sar.child_token))
     )
     tokens = special_tokens(flags.mask or sar.mask_tokens or (), fork, child, source, tokenizer, vocab_size)
-    check_mechanisms(owner, mechanisms, source.config, tokens)
+    check_mechanisms(owner, mechanisms, tokens)
     mask_slots = _mask_slots(tokens, sar.mask_slots, flags.max_mask_slots, sar.layout)
     named_tokens = tokenizer.special_tokens_map.items()
     return Checkpoint(

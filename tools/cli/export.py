@@ -9,7 +9,7 @@ import click
 
 from spaceport.graphs.contract.formats import FORMATS
 from spaceport.graphs.contract.signature import LOWERINGS
-from spaceport.tools.adopt.given import AdoptionRequest
+from spaceport.tools.adopt.plan import AdoptionRequest
 from spaceport.tools.cli.adopt import method_option, noise_seed_option
 from spaceport.tools.cli.options import (
     PATH,

@@ -18,7 +18,7 @@ from spaceport.exporter.checkpoint import TokenFlags, load_model, open_checkpoin
 from spaceport.exporter.checkpoint_source import quiet_libraries
 from spaceport.exporter.sar_config import write_sar_config
 from spaceport.tools.adopt.adapters import WEIGHTS_FILE
-from spaceport.tools.adopt.given import PEFT_FILE
+from spaceport.tools.adopt.plan import PEFT_FILE
 from spaceport.tools.cli import INPUT, OK, USAGE, run
 from support.published import PADDED, random_base, write_checkpoint
 from support.published_drafts import BASE, METHODS, PublishedModel

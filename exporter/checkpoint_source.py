@@ -37,7 +37,7 @@ from spaceport.exporter.gguf_checkpoint import end_tokens, gguf_config, gguf_tok
 from spaceport.exporter.gguf_file import GgufFile
 from spaceport.exporter.sar_config import CheckpointError
 from spaceport.graphs.contract.signature import Precision
-from spaceport.graphs.decoder import decoder_layers, freeze_rotary
+from spaceport.graphs.decoder import freeze_rotary
 from spaceport.graphs.streamed_weights import (
     Parts,
     Streamed,
@@ -47,6 +47,7 @@ from spaceport.graphs.streamed_weights import (
     return_large_arrays,
     stream,
 )
+from spaceport.graphs.traits import decoder_layers
 
 _MOST = 200  # characters of an entry
 _CARD_BYTES = 2**16  # of a model card, whose first lines hold the licence

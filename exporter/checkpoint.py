@@ -59,9 +59,10 @@ from spaceport.graphs.contract.faults import CheckpointError
 from spaceport.graphs.contract.json_fields import is_whole
 from spaceport.graphs.contract.manifest import TokenIds
 from spaceport.graphs.contract.signature import Precision
-from spaceport.graphs.decoder import decoder_layers, freeze_rotary
+from spaceport.graphs.decoder import freeze_rotary
 from spaceport.graphs.mechanism import M, Mechanism
 from spaceport.graphs.streamed_weights import keep_values, return_large_arrays, stream_matrices, with_placeholders
+from spaceport.graphs.traits import decoder_layers
 
 DEFAULT_MASK_SLOTS = 5  # as published for SPACE; used if a checkpoint names one mask token and no number
 
@@ -417,7 +418,7 @@ def open_checkpoint(
         for requested, named in ((flags.fork, sar.fork_token), (flags.child, sar.child_token))
     )
     tokens = special_tokens(flags.mask or sar.mask_tokens or (), fork, child, source, tokenizer, vocab_size)
-    check_mechanisms(owner, mechanisms, source.config, tokens)
+    check_mechanisms(owner, mechanisms, tokens)
     mask_slots = _mask_slots(tokens, sar.mask_slots, flags.max_mask_slots, sar.layout)
     named_tokens = tokenizer.special_tokens_map.items()
     return Checkpoint(

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any, cast
 
 import torch
-from safetensors import SafetensorError
+from safetensors import SafetensorError, safe_open
 from safetensors.torch import load_file, save_file
 from tokenizers import AddedToken
 from torch import Tensor, nn
@@ -98,8 +98,8 @@ def _read(folder: Path, kind: type[Mechanism], entry: object) -> Mechanism:
         )
 
 
-def check_mechanisms(folder: Path, mechanisms: Sequence[Mechanism], config: PreTrainedConfig, tokens: TokenIds) -> None:
-    """Raise for mechanisms that do not fit the configuration of their model, its mask tokens or each other."""
+def check_mechanisms(folder: Path, mechanisms: Sequence[Mechanism], tokens: TokenIds) -> None:
+    """Raise for mechanisms that do not fit the mask tokens of their model."""
     for mechanism in mechanisms:
         if mechanism.needs_mask_token and not tokens.mask:
             raise CheckpointError(
@@ -111,8 +111,6 @@ def check_mechanisms(folder: Path, mechanisms: Sequence[Mechanism], config: PreT
                 f"{folder}: has {mechanism.name}, and mask tokens {', '.join(map(str, tokens.mask))}: expected one of "
                 f"them, which drafts; leave --mask-token out, or remove mask_tokens or {mechanism.name} from {SAR_FILE}"
             )
-        with errors_in(folder, mechanism):
-            mechanism.check(config)
 
 
 def check_values(folder: Path, mechanisms: Sequence[Mechanism]) -> None:
@@ -173,6 +171,15 @@ def read_tensors(file: Path, what_to_do: str) -> dict[str, Tensor]:
     """The tensors in a file; the error of one that cannot be read says what to do."""
     try:
         return load_file(file)
+    except (OSError, SafetensorError) as error:
+        raise CheckpointError(f"{file}: cannot be read: {error}: {what_to_do}") from error
+
+
+def tensor_shapes(file: Path, what_to_do: str) -> dict[str, tuple[int, ...]]:
+    """The shapes of the tensors in a file by name; only its header is read."""
+    try:
+        with safe_open(file, "pt") as opened:
+            return {name: tuple(opened.get_slice(name).get_shape()) for name in opened.keys()}  # noqa: SIM118
     except (OSError, SafetensorError) as error:
         raise CheckpointError(f"{file}: cannot be read: {error}: {what_to_do}") from error
 

@@ -39,8 +39,7 @@ from spaceport.graphs.heads import DraftHeads, heads_of
 from spaceport.graphs.mechanism import InputRows
 from spaceport.graphs.parts import DecoderParts
 from spaceport.graphs.phrases import Phrases
-from spaceport.graphs.quantization import BLOCKS, Quantization
-from spaceport.graphs.quantize import quantizable_modules, quantize_model
+from spaceport.graphs.quantization import BLOCKS, Quantization, quantizable_modules, quantize_model
 from spaceport.graphs.traits import Traits, probe, refuse_by_config
 from spaceport.kernels.gguf_weights import GGUF_BLOCKS
 

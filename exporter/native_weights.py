@@ -18,8 +18,7 @@ from spaceport.exporter.gguf_checkpoint import MODULES
 from spaceport.exporter.gguf_file import GgufFile
 from spaceport.graphs.contract.faults import CheckpointError
 from spaceport.graphs.parts import BLOCK, DecoderParts, Linear
-from spaceport.graphs.quantization import replace_weight
-from spaceport.graphs.quantize import expert_matrices, linear_modules
+from spaceport.graphs.quantization import expert_matrices, linear_modules, replace_weight
 from spaceport.graphs.streamed_weights import values_of
 from spaceport.kernels.gguf_weights import GGUF_BLOCKS, from_gguf
 from spaceport.kernels.packing import (

@@ -18,8 +18,7 @@ from transformers import PreTrainedModel
 from spaceport.exporter.graph_passes import Key, constant, key_of, lazy
 from spaceport.exporter.native_weights import Matrix, format_of_matrix, rounded
 from spaceport.graphs.parts import BLOCK
-from spaceport.graphs.quantization import Quantization
-from spaceport.graphs.quantize import linear_modules
+from spaceport.graphs.quantization import Quantization, linear_modules
 from spaceport.graphs.streamed_weights import values_of
 from spaceport.kernels.native_library import DOMAIN, VERSION
 

@@ -24,7 +24,8 @@ from spaceport.graphs.contract.faults import InputFault
 from spaceport.graphs.contract.manifest import DATA_FILE, MODEL_FILE
 from spaceport.graphs.contract.progress import reaches_quarter
 from spaceport.graphs.contract.signature import BEST_TOKENS, Lowering, Signature, selection_width
-from spaceport.graphs.decoder import Decoder, DecoderWithLayerOutputs, decoder_layers
+from spaceport.graphs.decoder import Decoder, DecoderWithLayerOutputs
+from spaceport.graphs.traits import decoder_layers
 from spaceport.kernels.functions import add_functions
 
 # Called with the name of each stage when it begins.

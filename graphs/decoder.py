@@ -18,6 +18,7 @@ from spaceport.graphs.quantization import UNQUANTIZED, Quantization
 from spaceport.graphs.traits import (
     Traits,
     comparison_ids,
+    decoder_layers,
     dtype_name,
     model_errors,
     probe,
@@ -191,14 +192,6 @@ def attention_output_name(layer: int) -> str:
 def layer_output_name(layer: int) -> str:
     """The name of the output of a layer."""
     return f"layers.{layer}.output"
-
-
-def decoder_layers(module: nn.Module, count: int) -> tuple[nn.Module, ...]:
-    """The decoder layers: the outermost module list of this length; empty if there is none."""
-    for part in module.modules():
-        if isinstance(part, nn.ModuleList) and len(part) == count:
-            return tuple(part)
-    return ()
 
 
 @contextmanager

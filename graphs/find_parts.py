@@ -15,9 +15,9 @@ from spaceport.graphs.contract.faults import InputFault
 from spaceport.graphs.gated import uniform_rows
 from spaceport.graphs.mechanism import embedding_scale
 from spaceport.graphs.parts import BLOCK, Activation, DecoderParts, Experts, LayerParts, Linear, Mlp, Norm, Rotation
-from spaceport.graphs.quantize import expert_matrices
+from spaceport.graphs.quantization import expert_matrices
 from spaceport.graphs.streamed_weights import values_of
-from spaceport.graphs.traits import Traits, class_name, comparison_ids, require_equal_logits
+from spaceport.graphs.traits import Traits, class_name, comparison_ids, decoder_layers, require_equal_logits
 
 _HEAD_MULTIPLE = 8
 
@@ -140,7 +140,7 @@ class _Finder:
             self.refuse(f"heads of size {traits.head_dim}: expected a multiple of {_HEAD_MULTIPLE}")
         if "llama_4_scaling_beta" in (getattr(self.config, "rope_parameters", None) or {}):
             self.refuse("queries that are scaled by their position")
-        blocks = self.layer_modules()
+        blocks = decoder_layers(model, traits.layers) or self.refuse("no list of layers")
         final = self.child(model.base_model, ("norm", "final_layernorm", "final_layer_norm", "ln_f"))
         head = model.get_output_embeddings()
         if type(head) is not nn.Linear:
@@ -173,10 +173,6 @@ class _Finder:
 
     def refuse(self, what: str) -> Any:
         raise UnsupportedParts(f"{class_name(self.model)} has {what}")
-
-    def layer_modules(self) -> list[nn.Module]:
-        lists = [m for m in self.model.modules() if isinstance(m, nn.ModuleList) and len(m) == self.traits.layers]
-        return list(lists[0]) if lists else self.refuse("no list of layers")
 
     def child(self, module: nn.Module, names: Sequence[str]) -> nn.Module:
         found = next((getattr(module, name) for name in names if hasattr(module, name)), None)

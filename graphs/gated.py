@@ -15,7 +15,7 @@ from transformers import PreTrainedModel
 
 from spaceport.graphs.contract.json_fields import JsonField
 from spaceport.graphs.mechanism import Mechanism, MechanismError, require_shapes, shapes_of
-from spaceport.graphs.traits import UnsupportedModel, class_name
+from spaceport.graphs.traits import UnsupportedModel, class_name, decoder_layers
 
 
 class Gate:
@@ -75,11 +75,7 @@ class _Recomputation(AbstractContextManager[None]):
 
 
 def gate_of(model: PreTrainedModel, mask_ids: Sequence[int]) -> Gate:
-    """The gate of a model, which all its parts share; a new one opens with each call of the model."""
-    owned = (getattr(module, "gate", None) for module in model.modules())
-    shared = next((gate for gate in owned if isinstance(gate, Gate)), None)
-    if shared is not None:
-        return shared
+    """A gate that opens with each call of a model, for all its parts."""
     gate = Gate(mask_ids)
     # The base model is hooked as well: callers may run it alone, for hidden states without logits.
     for caller in dict.fromkeys((model, model.base_model)):
@@ -325,13 +321,9 @@ def _ends(name: str, target: str) -> bool:
 
 def _inside_layers(model: PreTrainedModel) -> dict[str, nn.Module]:
     """The modules inside the decoder layers, by name."""
-    count = model.config.get_text_config().num_hidden_layers
-    stacks = [
-        f"{name}."
-        for name, module in model.named_modules()
-        if isinstance(module, nn.ModuleList) and len(module) == count
-    ]
-    return {name: module for name, module in model.named_modules() if name.startswith(tuple(stacks[:1]))}
+    layers = decoder_layers(model, model.config.get_text_config().num_hidden_layers)
+    inside = {module for layer in layers for module in layer.modules()}
+    return {name: module for name, module in model.named_modules() if module in inside}
 
 
 def _has_matrix(module: nn.Module) -> bool:

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.functional import cross_entropy
 from torch.utils.hooks import RemovableHandle
-from transformers import PreTrainedConfig, PreTrainedModel
+from transformers import PreTrainedModel
 
 from spaceport.graphs.contract.draft_methods import CORRECTION_FILE, CorrectionTables, write_tables
 from spaceport.graphs.contract.faults import InputFault
@@ -60,9 +60,6 @@ class Mechanism(ABC):
     def heads(self) -> int:
         """Draft heads: lines of logits that it adds to each row."""
         return 0
-
-    def check(self, config: PreTrainedConfig) -> None:  # noqa: B027
-        """Raise unless it fits a model with this configuration, as far as that says."""
 
     def write_files(self, bundle: Path, model: PreTrainedModel, vocab_size: int) -> None:  # noqa: B027
         """Write what a runtime needs besides the graph into a bundle's folder."""

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from spaceport.graphs.mechanism import embedding_scale
 from spaceport.graphs.streamed_weights import values_of
 
-Activation = Literal["none", "silu", "gelu", "gelu_tanh"]
+Activation = Literal["silu", "gelu", "gelu_tanh"]
 
 BLOCK = 32  # inputs of a product that are rounded together
 
@@ -230,8 +230,6 @@ def _capped(x: Tensor, cap: float) -> Tensor:
 
 
 def _activated(x: Tensor, kind: Activation) -> Tensor:
-    if kind == "none":
-        return x
     if kind == "silu":
         return nn.functional.silu(x)
     return nn.functional.gelu(x, approximate="tanh" if kind == "gelu_tanh" else "none")

@@ -1,16 +1,21 @@
-"""Weights of linear layers in fewer bits, and the rounding of weights and of the inputs of products."""
+"""Weights of linear layers in fewer bits: PyTorch computes with the same numbers as the engines of a quantized model."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
+from transformers import PreTrainedModel
 
+from spaceport.graphs.contract.faults import OptionFault
 from spaceport.graphs.contract.formats import Weights
 from spaceport.graphs.streamed_weights import ReadRows, replace_values, rows_of, stored_beside
+from spaceport.graphs.traits import UnsupportedModel, class_name
 
 INT8_MAX = 127  # largest magnitude of an 8-bit weight or input
 
@@ -75,7 +80,7 @@ class WeightFormat:
     scale_dtype: torch.dtype
     # Scales that are tried, relative to the one that clips nothing: where few weights are large, a smaller scale is
     # better for all others.
-    factors: tuple[float, ...] = (1.0,)
+    factors: tuple[float, ...] = ()
     blocks: tuple[int, ...] = ()  # block sizes, see `block_of`; empty: one scale per output channel
     code_dtype: torch.dtype = torch.int8
 
@@ -99,7 +104,7 @@ class WeightFormat:
         values = rows.reshape(len(rows), -1, block)
         unclipped = torch.maximum(values.amax(dim=-1) / highest, values.amin(dim=-1) / lowest)
         best, least = self._stored(unclipped), torch.full_like(unclipped, torch.inf)
-        for factor in self.factors if len(self.factors) > 1 else ():
+        for factor in self.factors:
             scale = self._stored(unclipped * factor)
             steps = values / scale.float()[..., None]
             difference = self._rounded(steps.clone()).sub_(steps)
@@ -115,13 +120,10 @@ class WeightFormat:
         return scale.clamp(min=torch.finfo(self.scale_dtype).tiny).to(self.scale_dtype)
 
 
-def int4_format(dtype: torch.dtype) -> WeightFormat:
-    """Int4 codes with scales of this type, and the first block size that divides the number of inputs."""
-    return WeightFormat((-8, 7), dtype, tuple(1 - 0.04 * step for step in range(11)), BLOCKS)
-
-
-def unclipped_format(weights: Weights, dtype: torch.dtype) -> WeightFormat:
-    """Int8 or float8 codes with one scale of this type per output channel, which clips nothing."""
+def weight_format(weights: Weights, dtype: torch.dtype) -> WeightFormat:
+    """Codes with scales of this type: of int4 one in each block; of int8 and float8 one per output, which clips nothing."""
+    if weights == "int4":
+        return WeightFormat((-8, 7), dtype, tuple(1 - 0.04 * step for step in range(11)), BLOCKS)
     if weights == "float8":
         return WeightFormat((-_FLOAT8_MAX, _FLOAT8_MAX), dtype, code_dtype=_FLOAT8)
     return WeightFormat((-INT8_MAX, INT8_MAX), dtype)
@@ -154,3 +156,78 @@ def fake_quantize(states: Tensor, paired: bool = False) -> Tensor:
     codes = (blocks * (INT8_MAX / largest.clamp(min=_SMALLEST))).round()
     rounded = torch.where(largest <= _SMALLEST, torch.zeros_like(codes), codes * (largest / INT8_MAX))
     return rounded.flatten(-2)[..., :channels]
+
+
+@torch.no_grad()
+def quantize_model(model: PreTrainedModel, weights: Weights) -> Quantization:
+    """Quantize the weights of a model's linear layers in place: they then hold the dequantized values.
+
+    Embeddings, norms, biases, adapters of mask rows and experts that are not linear modules stay. Scales of int4 weights
+    are those with the smallest error in each block."""
+    if weights == "same":
+        return UNQUANTIZED
+    modules = quantizable_modules(model, weights)
+    for name, module in modules.items():
+        if not all(bool(torch.isfinite(rows).all()) for _, rows in rows_of(module.weight)):
+            raise UnsupportedModel(
+                f"{class_name(model)}, {name}: its weight holds infinities or NaN: save the checkpoint again, or export it in "
+                "float32"
+            )
+    form = weight_format(weights, model.dtype)
+    layers = {name: form.nearest(module.weight) for name, module in modules.items()}
+    errors = {name: replace_weight(module.weight, layers[name].of_outputs) for name, module in modules.items()}
+    return Quantization(weights, layers, errors)
+
+
+def quantizable_modules(model: PreTrainedModel, weights: Weights) -> dict[str, nn.Linear]:
+    """The linear modules that are quantized, by name; raises if there are none. The model may be without values."""
+    block = min(BLOCKS) if weights == "int4" else 1  # which divides all others
+    modules = {name: module for name, module in linear_modules(model).items() if module.in_features % block == 0}
+    if not modules:
+        expected = f" (expected a number of inputs divisible by {' or '.join(map(str, BLOCKS))})"
+        raise OptionFault(
+            f"weights are {weights}: {class_name(model)} has no linear layer that can be quantized"
+            f"{expected if weights == 'int4' else ''}: export it unquantized (--format float16)"
+        )
+    return modules
+
+
+def linear_modules(model: PreTrainedModel) -> dict[str, nn.Linear]:
+    """The linear modules whose weight is not shared with another module, by name; without the output embedding."""
+    uses = Counter(id(parameter) for _, parameter in model.named_parameters(remove_duplicate=False))
+    return {
+        name: module
+        for name, module in model.named_modules()
+        if isinstance(module, nn.Linear)  # also subclasses: if one uses its weight in another way, the export fails
+        and module is not model.get_output_embeddings()
+        and uses[id(module.weight)] == 1
+    }
+
+
+def expert_matrices(module: nn.Module) -> dict[str, nn.Parameter]:
+    """The matrices of experts in a module (experts x outputs x inputs), by name."""
+    return {
+        name: parameter
+        for name, parameter in module.named_parameters()
+        if name.rpartition(".")[2] in ("gate_up_proj", "down_proj") and parameter.dim() == 3
+    }
+
+
+def quantize_inputs(model: PreTrainedModel, weights: Weights = "int8") -> None:
+    """Round the inputs of linear modules and experts to 8 bits in PyTorch from now on, as native operators do."""
+    paired, head = weights == "int4", model.get_output_embeddings()
+    experts = {name.rpartition(".")[0] for name in expert_matrices(model)}
+
+    def rounding(module: nn.Module, arguments: tuple[Any, ...]) -> tuple[Any, ...]:
+        return (fake_quantize(arguments[0], paired and module is not head), *arguments[1:])
+
+    for module in [*linear_modules(model).values(), head, *map(model.get_submodule, experts)]:
+        module.register_forward_pre_hook(rounding)
+    if experts:
+        model.set_experts_implementation("batched_mm")  # in which what the gate gives can be replaced
+    for module in map(cast(Any, model).get_submodule, experts):
+        module._apply_gate = _rounding(module._apply_gate, paired)
+
+
+def _rounding(apply_gate: Callable[[Tensor], Tensor], paired: bool) -> Callable[[Tensor], Tensor]:
+    return lambda states: fake_quantize(apply_gate(states), paired)

@@ -54,6 +54,12 @@ def class_name(model: PreTrainedModel) -> str:
     return type(model).__name__
 
 
+def decoder_layers(module: nn.Module, count: int) -> tuple[nn.Module, ...]:
+    """The decoder layers: the outermost module list of this length; empty if there is none."""
+    lists = (part for part in module.modules() if isinstance(part, nn.ModuleList) and len(part) == count)
+    return tuple(next(lists, ()))
+
+
 def refuse(model: PreTrainedModel, reason: str) -> NoReturn:
     """Raise for a model that cannot be exported exactly."""
     raise UnsupportedModel(f"{class_name(model)} {reason}")

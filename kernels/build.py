@@ -256,19 +256,15 @@ def main() -> None:
     parser.add_argument("library", nargs="?", type=Path, default=SOURCES / library_name(), help="File to write.")
     parser.add_argument("--if-possible", action="store_true", help="Only if it is not current; a failure is no error.")
     parser.add_argument("--target", choices=TARGETS, help="Another system, for which ziglang compiles.")
-    parser.add_argument("--machine", help="Target machine, x86_64 or aarch64; with --compiler, to cross-compile.")
-    parser.add_argument("--compiler", help="Command of the C++ compiler, for instance 'python -m ziglang c++'.")
-    parser.add_argument("--flags", nargs="*", default=[], help="Further flags, without their first dash.")
-    parser.add_argument("--test-encoding", action="store_true", help="AVX-VNNI in the encoding of AVX512 processors.")
     given = parser.parse_args()
     if given.if_possible:
         build_if_possible(given.library)
         return
     try:
-        target = TARGETS.get(given.target)
-        command = shlex.split(given.compiler) if given.compiler else cross_compiler(target) if target else None
-        flags = [f"-{flag}" for flag in given.flags]
-        build(given.library, command, target.machine if target else given.machine, flags, given.test_encoding)
+        if target := TARGETS.get(given.target):
+            build(given.library, cross_compiler(target), target.machine)
+        else:
+            build(given.library)
     except BuildError as error:
         sys.exit(str(error))
 

@@ -26,6 +26,9 @@ from spaceport.kernels.packing import (
     WeightFormat,
 )
 
+# The name of a value, or the value of a constant: float32, the sizes of a shape, or an array.
+Input = str | float | tuple[int, ...] | np.generic | NDArray[Any]
+
 _END = np.iinfo(np.int64).max  # of an axis, whatever its length
 SMALLEST = 1e-30  # blocks whose largest magnitude is not above it become 0
 
@@ -93,28 +96,23 @@ class _Body:
         self.given, self.attributes = given, attributes
         self.nodes: list[onnx.NodeProto] = []
 
-    def op(self, kind: str, *inputs: str | float | NDArray[Any], to: str | None = None, **attributes: Any) -> str:
+    def op(self, kind: str, *inputs: Input, output: str | None = None, **attributes: Any) -> str:
         names = [value if isinstance(value, str) else self.constant(value) for value in inputs]
-        output = to or f"v{len(self.nodes)}"
+        output = output or f"v{len(self.nodes)}"
         self.nodes.append(helper.make_node(kind, names, [output], **attributes))
         return output
 
-    def constant(self, value: float | NDArray[Any]) -> str:
-        array = np.array(value, np.float32) if isinstance(value, float) else np.asarray(value)
+    def constant(self, value: float | tuple[int, ...] | np.generic | NDArray[Any]) -> str:
+        array = np.array(value, {float: np.float32, tuple: np.int64}.get(type(value)))
         output = f"c{len(self.nodes)}"
         self.nodes.append(helper.make_node("Constant", [], [output], value=numpy_helper.from_array(array)))
         return output
 
-    def shape(self, *sizes: int) -> str:
-        return self.constant(np.array(sizes, np.int64))
-
     def cast(self, value: str, to: int = TensorProto.FLOAT) -> str:
-        output = f"v{len(self.nodes)}"
-        self.nodes.append(helper.make_node("Cast", [value], [output], to=to))
-        return output
+        return self.op("Cast", value, to=to)
 
     def part(self, value: str, begin: int, end: int, axis: int) -> str:
-        return self.op("Slice", value, self.shape(begin), self.shape(end), self.shape(axis))
+        return self.op("Slice", value, (begin,), (end,), (axis,))
 
     # Weights
 
@@ -126,76 +124,75 @@ class _Body:
         header = weight_format.header_bytes
         factors: list[str] = []
         if weight_format.scales == "pair":
-            halves = self.op("Unsqueeze", self.part(panels, 0, header, 1), self.shape(1))
+            halves = self.op("Unsqueeze", self.part(panels, 0, header, 1), (1,))
             factor = self.op("Mul", self.half(halves), PAIR_FACTOR)  # panels x 1 x 32
             factors = [factor, self.op("Mul", factor, float(MINIMUM_UNIT))]
             panels = self.single_blocks(self.part(panels, header, _END, 1), block_bytes, size)
         elif weight_format.scales == "superblock":
             per = SUPERBLOCK // BLOCK
-            supers = self.op("Reshape", panels, self.shape(0, -1, header + per * size))
+            supers = self.op("Reshape", panels, (0, -1, header + per * size))
             for first in range(0, header, 2 * PANEL):  # panels x superblocks x 32 -> panels x blocks x 32
-                factor = self.op("Unsqueeze", self.half(self.part(supers, first, first + 2 * PANEL, 2)), self.shape(2))
-                repeated = self.op("Tile", factor, self.shape(1, 1, per, 1))
-                factors.append(self.op("Reshape", repeated, self.shape(0, -1, PANEL)))
-            panels = self.op("Reshape", self.part(supers, header, header + per * size, 2), self.shape(0, -1))
-        blocks = self.op("Reshape", panels, self.shape(0, -1, size))
+                factor = self.op("Unsqueeze", self.half(self.part(supers, first, first + 2 * PANEL, 2)), (2,))
+                repeated = self.op("Tile", factor, (1, 1, per, 1))
+                factors.append(self.op("Reshape", repeated, (0, -1, PANEL)))
+            panels = self.op("Reshape", self.part(supers, header, header + per * size, 2), (0, -1))
+        blocks = self.op("Reshape", panels, (0, -1, size))
         codes = self.codes(self.part(blocks, 0, block_bytes, 2), weight_format)  # panels x 32 x blocks x 32
         scale_part = self.part(blocks, block_bytes, block_bytes + scale_bytes, 2)
         signed = weight_format.scale_block < BLOCK
         scales = self.scales(scale_part, weight_format, factors[:1], parts, signed)  # panels x 32 x blocks x parts x 1
-        split = self.op("Reshape", codes, self.shape(0, 0, 0, parts, -1))
+        split = self.op("Reshape", codes, (0, 0, 0, parts, -1))
         weights = self.op("Mul", self.op("Sub", split, float(weight_format.zero)), scales)
         if weight_format.has_minima:
             minimum_part = self.part(blocks, block_bytes + scale_bytes, size, 2)
             minima = self.scales(minimum_part, weight_format, factors[1:], 1, signed=weight_format.scales == "pair")
             weights = self.op("Sub", weights, minima)
-        rows = self.op("Reshape", weights, self.shape(0, PANEL, -1))
+        rows = self.op("Reshape", weights, (0, PANEL, -1))
         width = self.part(self.op("Shape", rows), 2, 3, 0)
-        return self.op("Reshape", rows, self.op("Concat", self.shape(-1), width, axis=0))
+        return self.op("Reshape", rows, self.op("Concat", (-1,), width, axis=0))
 
     def codes(self, blocks: str, weight_format: WeightFormat) -> str:
         """Codes of blocks (panels x blocks x bytes) as numbers: panels x 32 x blocks x 32."""
         if weight_format.bits == 8:
-            groups = self.op("Reshape", blocks, self.shape(0, 0, 8, PANEL, 4))
+            groups = self.op("Reshape", blocks, (0, 0, 8, PANEL, 4))
             ordered = self.op("Transpose", groups, perm=[0, 3, 1, 2, 4])
         else:
             nibble_bytes = PANEL * BLOCK // 2
-            pairs = self.op("Reshape", self.part(blocks, 0, nibble_bytes, 2), self.shape(0, 0, 2, 4, 16, 4))
-            low = self.op("BitwiseAnd", pairs, self.constant(np.array(15, np.uint8)))
-            high = self.op("BitShift", pairs, self.constant(np.array(4, np.uint8)), direction="RIGHT")
-            last = self.shape(-1)
-            both = self.op("Concat", self.op("Unsqueeze", low, last), self.op("Unsqueeze", high, last), axis=-1)
+            pairs = self.op("Reshape", self.part(blocks, 0, nibble_bytes, 2), (0, 0, 2, 4, 16, 4))
+            low = self.op("BitwiseAnd", pairs, np.uint8(15))
+            high = self.op("BitShift", pairs, np.uint8(4), direction="RIGHT")
+            both = self.op("Concat", *(self.op("Unsqueeze", each, (-1,)) for each in (low, high)), axis=-1)
             # panels, blocks, halves, pairs, outputs, inputs, groups of a pair
             ordered = self.op("Transpose", both, perm=[0, 2, 4, 1, 3, 6, 5])
-            ordered = self.op("Reshape", ordered, self.shape(0, 2, 16, -1, BLOCK))
+            ordered = self.op("Reshape", ordered, (0, 2, 16, -1, BLOCK))
             if weight_format.bits == 5:
                 fifths = self.part(blocks, nibble_bytes, nibble_bytes * 5 // 4, 2)
                 ordered = self.op("BitwiseOr", ordered, self.fifth_bits(fifths))
             panels = self.part(self.op("Shape", ordered), 0, 1, 0)
-            rows = self.op("Concat", panels, self.shape(PANEL, -1, BLOCK), axis=0)
+            rows = self.op("Concat", panels, (PANEL, -1, BLOCK), axis=0)
             return self.cast(self.op("Reshape", ordered, rows))
-        return self.cast(self.op("Reshape", ordered, self.shape(0, 0, 0, BLOCK)))
+        return self.cast(self.op("Reshape", ordered, (0, 0, 0, BLOCK)))
 
     def fifth_bits(self, words: str) -> str:
         """16 where a code has its fifth bit (panels x blocks x bytes), else 0: panels x 2 x 16 x blocks x 32."""
-        places = self.constant(np.arange(8, dtype=np.uint8))
-        bits = self.op("BitShift", self.op("Unsqueeze", words, self.shape(-1)), places, direction="RIGHT")
-        ones = self.op("BitwiseAnd", bits, self.constant(np.array(1, np.uint8)))
-        codes = self.op("BitShift", ones, self.constant(np.array(4, np.uint8)), direction="LEFT")
-        groups = self.op("Reshape", codes, self.shape(0, 0, 2, 8, 16, 4))
+        places = np.arange(8, dtype=np.uint8)
+        bits = self.op("BitShift", self.op("Unsqueeze", words, (-1,)), places, direction="RIGHT")
+        ones = self.op("BitwiseAnd", bits, np.uint8(1))
+        codes = self.op("BitShift", ones, np.uint8(4), direction="LEFT")
+        groups = self.op("Reshape", codes, (0, 0, 2, 8, 16, 4))
         ordered = self.op("Transpose", groups, perm=[0, 2, 4, 1, 3, 5])
-        return self.op("Reshape", ordered, self.shape(0, 2, 16, -1, BLOCK))
+        return self.op("Reshape", ordered, (0, 2, 16, -1, BLOCK))
 
     def single_blocks(self, panels: str, block_bytes: int, size: int) -> str:
         """Pairs of blocks (panels x bytes) as blocks that each have codes, scales and minima: panels x bytes."""
-        pairs = self.op("Reshape", panels, self.shape(0, -1, 2 * size))
-        parts = [self.op("Reshape", self.part(pairs, 0, 2 * block_bytes, 2), self.shape(0, -1, block_bytes))]
+        pairs = self.op("Reshape", panels, (0, -1, 2 * size))
+        parts = [self.op("Reshape", self.part(pairs, 0, 2 * block_bytes, 2), (0, -1, block_bytes))]
         for begin in (2 * block_bytes, 2 * block_bytes + 2 * PANEL):
-            values = self.op("Reshape", self.part(pairs, begin, begin + 2 * PANEL, 2), self.shape(0, 0, PANEL, 2))
-            ordered = self.op("Gather", values, self.shape(1, 0), axis=3)  # the first block's before the second's
+            values = self.op("Reshape", self.part(pairs, begin, begin + 2 * PANEL, 2), (0, 0, PANEL, 2))
+            ordered = self.op("Gather", values, (1, 0), axis=3)  # the first block's before the second's
             by_block = self.op("Transpose", ordered, perm=[0, 1, 3, 2])
-            parts.append(self.op("Reshape", by_block, self.shape(0, -1, PANEL)))
-        return self.op("Reshape", self.op("Concat", *parts, axis=2), self.shape(0, -1))
+            parts.append(self.op("Reshape", by_block, (0, -1, PANEL)))
+        return self.op("Reshape", self.op("Concat", *parts, axis=2), (0, -1))
 
     def scales(
         self, values: str, weight_format: WeightFormat, factors: list[str], parts: int, signed: bool = False
@@ -208,16 +205,16 @@ class _Body:
             if signed:
                 above = self.op("Where", self.op("Greater", numbers, 127.0), 256.0, 0.0)
                 numbers = self.op("Sub", numbers, above)
-        numbers = self.op("Reshape", numbers, self.shape(0, 0, parts, PANEL))
+        numbers = self.op("Reshape", numbers, (0, 0, parts, PANEL))
         if factors:
-            numbers = self.op("Mul", numbers, self.op("Unsqueeze", factors[0], self.shape(2)))
+            numbers = self.op("Mul", numbers, self.op("Unsqueeze", factors[0], (2,)))
         ordered = self.op("Transpose", numbers, perm=[0, 3, 1, 2])
-        return self.op("Unsqueeze", ordered, self.shape(-1))
+        return self.op("Unsqueeze", ordered, (-1,))
 
     def half(self, values: str) -> str:
         """Pairs of bytes along the last axis as float16 numbers, without a reinterpreting cast, which ONNX lacks."""
-        pairs = self.cast(self.op("Reshape", values, self.shape(0, 0, -1, 2)))
-        low, high = (self.op("Squeeze", self.part(pairs, i, i + 1, 3), self.shape(3)) for i in (0, 1))
+        pairs = self.cast(self.op("Reshape", values, (0, 0, -1, 2)))
+        low, high = (self.op("Squeeze", self.part(pairs, i, i + 1, 3), (3,)) for i in (0, 1))
         sign = self.op("Where", self.op("Greater", high, 127.0), -1.0, 1.0)
         rest = self.op("Mod", high, 128.0, fmod=1)
         exponent = self.op("Floor", self.op("Div", rest, 4.0))
@@ -237,25 +234,24 @@ class _Body:
 
         The scale of a block with an infinity or a NaN is NaN.
         """
-        blocks = self.op("Reshape", x, self.shape(*(shape or (0, -1, BLOCK))))
-        top = self.op("ReduceMax", self.op("Abs", blocks), self.shape(-1), keepdims=1)
+        blocks = self.op("Reshape", x, shape or (0, -1, BLOCK))
+        top = self.op("ReduceMax", self.op("Abs", blocks), (-1,), keepdims=1)
         positive = self.op("Greater", top, SMALLEST)
         factor = self.op("Where", positive, self.op("Div", 127.0, top), 0.0)
         scale = self.op("Where", positive, self.op("Div", top, 127.0), 0.0)
-        spoilt = self.op("ReduceSum", self.op("Mul", blocks, 0.0), self.shape(-1), keepdims=1)
+        spoilt = self.op("ReduceSum", self.op("Mul", blocks, 0.0), (-1,), keepdims=1)
         return self.op("Round", self.op("Mul", blocks, factor)), self.op("Add", scale, spoilt)
 
     def normalized(self, x: str) -> str:
         kind = self.attributes["norm"]
         if kind == "none":
             return x
-        last = self.shape(-1)
         if kind == "layer":
-            x = self.op("Sub", x, self.op("ReduceMean", x, last, keepdims=1))
+            x = self.op("Sub", x, self.op("ReduceMean", x, (-1,), keepdims=1))
         return self.scaled_norm(x, "gain", "norm_bias")
 
     def scaled_norm(self, x: str, gain: str, bias: str = "") -> str:
-        mean = self.op("ReduceMean", self.op("Mul", x, x), self.shape(-1), keepdims=1)
+        mean = self.op("ReduceMean", self.op("Mul", x, x), (-1,), keepdims=1)
         deviation = self.op("Sqrt", self.op("Add", mean, float(self.attributes["epsilon"])))
         x = self.op("Mul", x, self.op("Div", 1.0, deviation))
         x = self.op("Mul", x, gain) if gain in self.given else x
@@ -267,8 +263,8 @@ class _Body:
         """Rows times a matrix; `beside` are the formats of all that the same rows are multiplied by."""
         together = 2 if "int4_pair" in (format_name, *beside) else 1
         codes, scale = self.rounded(x, 0, -1, together * BLOCK)
-        rows = self.op("Reshape", self.op("Mul", codes, scale), self.shape(0, -1))
-        panels = self.op("Reshape", weights, self.shape(-(-outputs // PANEL), -1))
+        rows = self.op("Reshape", self.op("Mul", codes, scale), (0, -1))
+        panels = self.op("Reshape", weights, (-(-outputs // PANEL), -1))
         matrix = self.part(self.unpacked(panels, WEIGHT_FORMATS[format_name]), 0, outputs, 0)
         y = self.op("MatMul", rows, self.op("Transpose", matrix, perm=[1, 0]))
         return self.op("Add", y, bias) if bias in self.given else y
@@ -278,13 +274,13 @@ class _Body:
         rank = self.attributes.get("rank", 0)
         if not rank:
             return y
-        indices = self.op("Reshape", "adapted", self.shape(-1))
+        indices = self.op("Reshape", "adapted", (-1,))
         # One row more than is adapted: standard operators refuse to reshape none.
-        rows = self.op("Gather", x, self.op("Concat", indices, self.shape(0), axis=0), axis=0)
+        rows = self.op("Gather", x, self.op("Concat", indices, (0,), axis=0), axis=0)
         low = self.product(rows, "down", "", "int8", rank)
         sums = self.part(self.product(low, "up", "", "int8", outputs), 0, -1, 0)
         changed = self.op("Add", self.op("Gather", y, indices, axis=0), sums)
-        return self.op("ScatterND", y, self.op("Unsqueeze", indices, self.shape(1)), changed)
+        return self.op("ScatterND", y, self.op("Unsqueeze", indices, (1,)), changed)
 
     def activated(self, x: str) -> str:
         kind = self.attributes["activation"]
@@ -302,15 +298,14 @@ class _Body:
 
     def Embed(self) -> None:
         vocabulary = self.attributes["vocabulary"]
-        ids = self.op("Reshape", "ids", self.shape(-1))
-        panels = self.op("Reshape", "weights", self.shape(-(-vocabulary // PANEL), -1))
-        size = self.constant(np.array(PANEL, np.int64))
-        own = self.op("Gather", panels, self.op("Div", ids, size), axis=0)
-        rows = self.op("Reshape", self.unpacked(own, WEIGHT_FORMATS[self.attributes["format"]]),
-                       self.shape(-1, PANEL, self.attributes["width"]))  # fmt: skip
-        within = self.op("Unsqueeze", self.op("Mod", ids, size), self.shape(1))
+        ids = self.op("Reshape", "ids", (-1,))
+        panels = self.op("Reshape", "weights", (-(-vocabulary // PANEL), -1))
+        own = self.op("Gather", panels, self.op("Div", ids, np.int64(PANEL)), axis=0)
+        weights = self.unpacked(own, WEIGHT_FORMATS[self.attributes["format"]])
+        within = self.op("Unsqueeze", self.op("Mod", ids, np.int64(PANEL)), (1,))
+        rows = self.op("Reshape", weights, (-1, PANEL, self.attributes["width"]))
         row = self.op("GatherND", rows, within, batch_dims=1)
-        self.op("Mul", row, float(self.attributes["scale"]), to="y")
+        self.op("Mul", row, float(self.attributes["scale"]), output="y")
 
     def NormProduct(self) -> None:
         x = self.normalized("x")
@@ -320,38 +315,38 @@ class _Body:
             for suffix, format_name, width in zip(("", "2", "3"), formats, self.attributes["widths"], strict=False)
         ]
         y = self.adapted(self.op("Concat", *parts, axis=1), x, sum(self.attributes["widths"]))
-        self.op("Identity", self.activated(y), to="y")
+        self.op("Identity", self.activated(y), output="y")
 
     def AddProduct(self) -> None:
         width = self.attributes["width"]
         y = self.product("x", "weights", "bias", self.attributes["format"], width)
-        self.op("Add", self.adapted(y, "x", width), "residual", to="y")
+        self.op("Add", self.adapted(y, "x", width), "residual", output="y")
 
     def GateProduct(self) -> None:
         width = self.attributes["width"]
         x = self.normalized("x")
         both = self.product(x, "weights", "bias", self.attributes["format"], 2 * width)
-        halves = self.op("Reshape", self.adapted(both, x, 2 * width), self.shape(0, -1, 2, PANEL // 2))
-        gate, up = (self.op("Reshape", self.part(halves, i, i + 1, 2), self.shape(0, width)) for i in (0, 1))
-        self.op("Mul", self.activated(gate), up, to="y")
+        halves = self.op("Reshape", self.adapted(both, x, 2 * width), (0, -1, 2, PANEL // 2))
+        gate, up = (self.op("Reshape", self.part(halves, i, i + 1, 2), (0, width)) for i in (0, 1))
+        self.op("Mul", self.activated(gate), up, output="y")
 
     def Head(self) -> None:
         vocabulary = self.attributes["vocabulary"]
         width = self.part(self.op("Shape", "x"), 1, 2, 0)
         requests = self.part(self.op("Shape", "rows"), 0, 1, 0)
-        states = self.op("Reshape", "x", self.op("Concat", requests, self.shape(-1), width, axis=0))
-        chosen = self.op("GatherND", states, self.op("Unsqueeze", "rows", self.shape(2)), batch_dims=1)
-        x = self.normalized(self.op("Reshape", chosen, self.op("Concat", self.shape(-1), width, axis=0)))
+        states = self.op("Reshape", "x", self.op("Concat", requests, (-1,), width, axis=0))
+        chosen = self.op("GatherND", states, self.op("Unsqueeze", "rows", (2,)), batch_dims=1)
+        x = self.normalized(self.op("Reshape", chosen, self.op("Concat", (-1,), width, axis=0)))
         logits = self.product(x, "weights", "bias", self.attributes["format"], vocabulary)
-        shape = self.op("Concat", self.op("Shape", "rows"), self.shape(vocabulary), axis=0)
-        self.op("Reshape", self.capped(logits), shape, to="y")
+        shape = self.op("Concat", self.op("Shape", "rows"), (vocabulary,), axis=0)
+        self.op("Reshape", self.capped(logits), shape, output="y")
 
     def Attend(self) -> None:
         heads = self.attributes["heads"]
         kv_heads, size = (self.part(self.op("Shape", "keys"), i, i + 1, 0) for i in (1, 3))
         rows = self.part(self.op("Shape", "qkv"), 0, 1, 0)
-        states = self.op("Reshape", "qkv", self.op("Concat", rows, self.shape(-1), size, axis=0))  # rows x heads x size
-        ends = self.op("Concat", self.shape(heads), kv_heads, kv_heads, axis=0)
+        states = self.op("Reshape", "qkv", self.op("Concat", rows, (-1,), size, axis=0))  # rows x heads x size
+        ends = self.op("Concat", (heads,), kv_heads, kv_heads, axis=0)
         q, k, v = (f"{name}_states" for name in "qkv")
         self.nodes.append(helper.make_node("Split", [states, ends], [q, k, v], axis=1))
         q, k = (
@@ -362,7 +357,7 @@ class _Body:
         for name, each in (("keys", k), ("values", v)):
             codes, scale = self.rounded(each, 0, 0, -1)
             self.scattered(name, self.cast(self.by_request(codes), TensorProto.INT8))
-            parts.append(self.op("Squeeze", self.by_request(scale), self.shape(3)))
+            parts.append(self.op("Squeeze", self.by_request(scale), (3,)))
         self.scattered("scales", self.op("Concat", *parts, axis=1))
         self.attend(q, kv_heads, size)
 
@@ -373,71 +368,61 @@ class _Body:
 
     def scattered(self, buffer: str, updates: str) -> None:
         """The buffer with updates at the slots of the rows, as the output of its name."""
-        slots = self.op("Unsqueeze", "slots", self.shape(1) if buffer == "scales" else self.shape(1, 3))
+        slots = self.op("Unsqueeze", "slots", (1,) if buffer == "scales" else (1, 3))
         indices = self.op("Expand", slots, self.op("Shape", updates))
-        self.op("ScatterElements", buffer, indices, updates, to=f"new_{buffer}", axis=2)
+        self.op("ScatterElements", buffer, indices, updates, output=f"new_{buffer}", axis=2)
 
     def turned(self, states: str) -> str:
         """Heads (rows x heads x size) rotated by the angles of their rows."""
-        cos, sin = (self.op("Unsqueeze", name, self.shape(1)) for name in ("cos", "sin"))
+        axis, pairs = (3, (0, 0, -1, 2)) if self.attributes["interleaved"] else (2, (0, 0, 2, -1))
         half = self.part(self.op("Shape", "cos"), 1, 2, 0)
         rotated = self.op("Add", half, half)
-        zero, axis, end = self.shape(0), self.shape(2), self.shape(1 << 30)
-        if self.attributes["interleaved"]:
-            two = self.shape(2)
-            first = self.op("Slice", states, zero, rotated, axis, two)
-            second = self.op("Slice", states, self.shape(1), rotated, axis, two)
-        else:
-            first, second = self.op("Slice", states, zero, half, axis), self.op("Slice", states, half, rotated, axis)
-        rest = self.op("Slice", states, rotated, end, axis)
+        both = self.op("Reshape", self.op("Slice", states, (0,), rotated, (2,)), pairs)
+        first, second = (self.op("Squeeze", self.part(both, i, i + 1, axis), (axis,)) for i in (0, 1))
+        cos, sin = (self.op("Unsqueeze", name, (1,)) for name in ("cos", "sin"))
         one = self.op("Sub", self.op("Mul", first, cos), self.op("Mul", second, sin))
         other = self.op("Add", self.op("Mul", second, cos), self.op("Mul", first, sin))
-        if self.attributes["interleaved"]:
-            pair = self.op("Concat", *(self.op("Unsqueeze", each, self.shape(3)) for each in (one, other)), axis=3)
-            turned = self.op("Reshape", pair, self.shape(0, 0, -1))
-            return self.op("Concat", turned, rest, axis=2)
-        return self.op("Concat", one, other, rest, axis=2)
+        turned = self.op("Concat", *(self.op("Unsqueeze", each, (axis,)) for each in (one, other)), axis=axis)
+        rest = self.op("Slice", states, rotated, (_END,), (2,))
+        return self.op("Concat", self.op("Reshape", turned, (0, 0, -1)), rest, axis=2)
 
     def attend(self, q: str, kv_heads: str, size: str) -> None:
         """Attention with stored keys and values; all tensors are requests x heads x rows or slots x size."""
         heads = self.attributes["heads"]
         seen = self.part(self.op("Shape", "visible"), 3, 4, 0)
-        zero, share = self.shape(0), self.op("Div", self.shape(heads), kv_heads)
+        zero, share = (0,), self.op("Div", (heads,), kv_heads)
         codes, q_scale = self.rounded(q, 0, 0, -1)
 
         def near(stored: str) -> str:
-            part = self.op("Slice", stored, zero, seen, self.shape(2))
+            part = self.op("Slice", stored, zero, seen, (2,))
             return self.repeated(self.cast(part), share)
 
         def scales(begin: str, end: str) -> str:
-            part = self.op(
-                "Slice", self.op("Slice", "new_scales", begin, end, self.shape(1)), zero, seen, self.shape(2)
-            )
-            return self.repeated(self.op("Unsqueeze", part, self.shape(2)), share)
+            part = self.op("Slice", self.op("Slice", "new_scales", begin, end, (1,)), zero, seen, (2,))
+            return self.repeated(self.op("Unsqueeze", part, (2,)), share)
 
         products = self.op("MatMul", self.by_request(codes), self.op("Transpose", near("new_keys"), perm=[0, 1, 3, 2]))
         factor = self.op("Mul", self.by_request(q_scale), float(self.attributes["scale"]))
         scores = self.capped(self.op("Mul", self.op("Mul", products, scales(zero, kv_heads)), factor))
         scores = self.op("Where", "visible", scores, -1e9)
-        top = self.op("ReduceMax", scores, self.shape(-1), keepdims=1)
-        sinks = self.op("Reshape", "sinks", self.shape(1, -1, 1, 1)) if "sinks" in self.given else ""
+        top = self.op("ReduceMax", scores, (-1,), keepdims=1)
+        sinks = self.op("Reshape", "sinks", (1, -1, 1, 1)) if "sinks" in self.given else ""
         if sinks:
             top = self.op("Max", top, sinks)
         weights = self.op("Exp", self.op("Sub", scores, top))
-        total = self.op("ReduceSum", self.op("Where", "visible", weights, 0.0), self.shape(-1), keepdims=1)
+        total = self.op("ReduceSum", self.op("Where", "visible", weights, 0.0), (-1,), keepdims=1)
         if sinks:
             total = self.op("Add", total, self.op("Exp", self.op("Sub", sinks, top)))
         weights = self.op("Mul", weights, scales(kv_heads, self.op("Add", kv_heads, kv_heads)))
         weights = self.op("Where", "visible", weights, 0.0)  # what is hidden may be NaN
         sums = self.op("MatMul", weights, near("new_values"))
         y = self.op("Transpose", self.op("Div", sums, self.op("Max", total, SMALLEST)), perm=[0, 2, 1, 3])
-        width = self.op("Mul", self.shape(heads), size)
-        self.op("Reshape", y, self.op("Concat", self.shape(-1), width, axis=0), to="y")
+        width = self.op("Mul", (heads,), size)
+        self.op("Reshape", y, self.op("Concat", (-1,), width, axis=0), output="y")
 
     def repeated(self, value: str, share: str) -> str:
         """What each KV head has (requests x KV heads x m x n) for each of its query heads."""
-        one = self.shape(1)
-        shape = self.op("Concat", one, one, share, one, one, axis=0)
-        wide = self.op("Expand", self.op("Unsqueeze", value, self.shape(2)), shape)
+        shape = self.op("Concat", (1, 1), share, (1, 1), axis=0)
+        wide = self.op("Expand", self.op("Unsqueeze", value, (2,)), shape)
         sizes = self.part(self.op("Shape", value), 2, 4, 0)
-        return self.op("Reshape", wide, self.op("Concat", self.shape(0, -1), sizes, axis=0))
+        return self.op("Reshape", wide, self.op("Concat", (0, -1), sizes, axis=0))

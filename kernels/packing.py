@@ -224,9 +224,6 @@ def pack(weights: QuantizedWeights) -> NDArray[np.uint8]:
     """The packed bytes of a matrix; outputs are padded to whole panels with weights of 0."""
     weight_format = weights.format
     outputs, inputs = weights.codes.shape
-    if inputs % weight_format.input_multiple:
-        expected = f"expected a multiple of {weight_format.input_multiple} for {weight_format.name}"
-        raise ValueError(f"the matrix has {inputs} inputs: {expected}")
     padding = -outputs % PANEL
     panels, blocks = (outputs + padding) // PANEL, inputs // BLOCK
     codes = _padded(weights.codes, padding, weight_format.zero)

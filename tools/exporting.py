@@ -13,7 +13,7 @@ from spaceport.exporter.checkpoint_files import BASE_FILE, ModelFiles, require_a
 from spaceport.graphs.contract.faults import OptionFault
 from spaceport.graphs.contract.formats import FORMATS
 from spaceport.graphs.contract.signature import Lowering
-from spaceport.tools.adopt.given import (
+from spaceport.tools.adopt.plan import (
     AdoptionRequest,
     Given,
     adapter_inside,

@@ -16,7 +16,7 @@ from spaceport.exporter.native_weights import round_weights
 from spaceport.graphs.contract.faults import InputFault
 from spaceport.graphs.contract.formats import FORMATS
 from spaceport.graphs.contract.signature import Precision
-from spaceport.graphs.quantize import quantize_inputs
+from spaceport.graphs.quantization import quantize_inputs
 from spaceport.runtime.backends import check_threads
 from spaceport.runtime.backends.on_torch import TorchEngine
 from spaceport.runtime.bundle import Bundle

@@ -22,7 +22,6 @@ _NAMES = {dtype.onnx: name for name, dtype in DTYPES.items()}
 
 def append_graph(folder: Path, signature: Signature, capacity: int) -> onnx.ModelProto:
     """The graph of a bundle with KV buffers of `capacity` slots, without its weights; no file is changed."""
-    refuse_scatter(folder, signature)
     path = folder / MODEL_FILE
     try:
         model = onnx.load(str(path), load_external_data=False)

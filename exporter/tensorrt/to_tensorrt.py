@@ -38,7 +38,7 @@ _ACTIVATION = re.compile(r"Total Activation Memory: (\d+) bytes")
 class Shapes:
     """The maximum sizes of an engine's calls."""
 
-    capacity: int  # KV slots per request
+    capacity: int  # KV slots per request, a multiple of VISIBLE_STEP
     requests: int
     step_rows: int  # maximum rows per request in decode steps, for which CUDA graphs are captured
     prompt_rows: int  # maximum rows per request in any call
@@ -46,8 +46,6 @@ class Shapes:
     def __post_init__(self) -> None:
         if not 1 <= self.requests <= MAX_REQUESTS:
             raise OptionFault(f"--max-requests is {self.requests}: expected 1 to {MAX_REQUESTS}")
-        if self.capacity % VISIBLE_STEP or self.capacity < VISIBLE_STEP:
-            raise OptionFault(f"the capacity is {self.capacity} slots: expected a multiple of {VISIBLE_STEP}")
         if not STEP_ROWS <= self.prompt_rows <= self.capacity:
             raise OptionFault(
                 f"--prefill-rows is {self.prompt_rows}: expected {STEP_ROWS}, the maximum of a decode step, to "
@@ -137,7 +135,7 @@ class BuildProgress:
     fault: BaseException | None = None  # raised by `on_progress`; to be raised again after the builder returned
     _phases: list[list[Any]] = field(default_factory=list)  # name, completed steps, total steps
 
-    def begin(self, name: str, steps: int) -> None:
+    def begin(self, name: str, parent: str | None, steps: int) -> None:
         self._phases.append([name, 0, max(1, steps)])
         self._report()
 
@@ -180,17 +178,9 @@ def monitor_of(library: Any, progress: BuildProgress) -> Any:
     """A progress monitor of this library that updates `progress`."""
 
     class Monitor(library.IProgressMonitor):  # type: ignore[misc]
-        def __init__(self) -> None:
-            super().__init__()
-
-        def phase_start(self, name: str, parent: str | None, steps: int) -> None:
-            progress.begin(name, steps)
-
-        def step_complete(self, name: str, step: int) -> bool:
-            return progress.step(name, step)
-
-        def phase_finish(self, name: str) -> None:
-            progress.end(name)
+        phase_start = staticmethod(progress.begin)
+        step_complete = staticmethod(progress.step)
+        phase_finish = staticmethod(progress.end)
 
     return Monitor()
 
@@ -398,7 +388,7 @@ def build_fault(library: Library, options: BuildOptions, messages: BuildMessages
         return OptionFault(
             f"{library.name} has not enough workspace memory: lower --prefill-rows or --max-requests: {text[:300]}"
         )
-    if "workspace" in text and options.workspace is not None:
+    if "workspace" in text:
         return OptionFault(
             f"--workspace is {options.workspace / 2**20:.0f} MB: {library.name} needs more; raise it, or leave it "
             "out to allow all GPU memory"

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from datetime import date
 from itertools import accumulate, pairwise
@@ -204,6 +204,18 @@ class CorrectionTables(NamedTuple):
     after: NDArray[np.float16]  # of the candidate
 
 
+def read_array(file: BinaryIO, name: str, expected: str, fits: Callable[[NDArray[Any]], bool]) -> NDArray[Any]:
+    """The array in a file of a bundle; raises if it is not the expected one."""
+    try:
+        array = np.load(file, allow_pickle=False)
+    except (ValueError, EOFError) as error:
+        raise InputFault(f"{name} is not an array: {error}; export the checkpoint again") from error
+    if not isinstance(array, np.ndarray) or not fits(array):
+        got = f"{getattr(array, 'dtype', '?')} {getattr(array, 'shape', '?')}"
+        raise InputFault(f"{name} holds {got}: expected {expected}; export the checkpoint again")
+    return array
+
+
 def write_tables(file: BinaryIO, tables: CorrectionTables) -> None:
     """Write tables to a file: one array, 2 x V x rank."""
     np.save(file, np.stack(tables), allow_pickle=False)
@@ -211,15 +223,12 @@ def write_tables(file: BinaryIO, tables: CorrectionTables) -> None:
 
 def read_tables(file: BinaryIO, vocab_size: int) -> CorrectionTables:
     """The tables in a file; raises if they are not those of a model with this vocabulary."""
-    try:
-        tables = np.load(file, allow_pickle=False)
-    except (ValueError, EOFError) as error:
-        raise InputFault(f"{CORRECTION_FILE} is not an array: {error}; export the checkpoint again") from error
-    if not isinstance(tables, np.ndarray) or tables.dtype != np.float16 or tables.shape[:-1] != (2, vocab_size):
-        shape = f"{getattr(tables, 'dtype', '?')} {getattr(tables, 'shape', '?')}"
-        raise InputFault(
-            f"{CORRECTION_FILE} holds {shape}: expected float16 (2, {vocab_size}, rank); export the checkpoint again"
-        )
+    tables = read_array(
+        file,
+        CORRECTION_FILE,
+        f"float16 (2, {vocab_size}, rank)",
+        lambda tables: tables.dtype == np.float16 and tables.shape[:-1] == (2, vocab_size),
+    )
     if not np.isfinite(tables).all():
         raise InputFault(f"{CORRECTION_FILE} holds numbers that are not finite: export the checkpoint again")
     return CorrectionTables(tables[0], tables[1])

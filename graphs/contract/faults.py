@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from types import TracebackType
+from contextlib import AbstractContextManager
+from dataclasses import dataclass
 
 _START, _END = 3000, 500  # characters at both ends of a longer message: its subject, and what to do
 
@@ -58,22 +59,15 @@ def raise_panic(error: BaseException, action: str) -> None:
         raise LibraryPanic(f"a panic while {action}: {shown}: change the input, or update the library") from error
 
 
-class PanicsContained:
+@dataclass(frozen=True)
+class PanicsContained(AbstractContextManager[object]):
     """Context manager that raises `LibraryPanic` instead of a Rust panic of its block."""
 
-    __slots__ = ("_action",)
+    action: str  # as in `raise_panic`
 
-    def __init__(self, action: str) -> None:
-        self._action = action  # as in `raise_panic`
-
-    def __enter__(self) -> None:
-        pass
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
         if error is not None:
-            raise_panic(error, self._action)
+            raise_panic(error, self.action)
 
 
 def is_panic(error: BaseException) -> bool:

@@ -8,6 +8,7 @@ from typing import BinaryIO, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
+from spaceport.graphs.contract.draft_methods import read_array
 from spaceport.graphs.contract.faults import InputFault
 
 PHRASES_FILE = "draft_phrases.npy"
@@ -52,13 +53,8 @@ def write_phrases(file: BinaryIO, table: PhraseTable) -> None:
 
 def read_phrases(file: BinaryIO, vocab_size: int) -> PhraseTable:
     """The table in a file; raises if it is not one of a model with this vocabulary."""
-    try:
-        entries = np.load(file, allow_pickle=False)
-    except (ValueError, EOFError) as error:
-        raise InputFault(f"{PHRASES_FILE} is not an array: {error}; export the checkpoint again") from error
-    if not isinstance(entries, np.ndarray) or entries.dtype != _ENTRY or entries.ndim != 1:
-        got = f"{getattr(entries, 'dtype', '?')} {getattr(entries, 'shape', '?')}"
-        raise InputFault(f"{PHRASES_FILE} holds {got}: expected entries of {_ENTRY}; export the checkpoint again")
+    expected = f"entries of {_ENTRY}"
+    entries = read_array(file, PHRASES_FILE, expected, lambda array: array.dtype == _ENTRY and array.ndim == 1)
     table = PhraseTable(*(np.ascontiguousarray(entries[name]) for name in _ENTRY.names or ()))
     check_phrases(table, vocab_size)
     return table

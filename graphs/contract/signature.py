@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from functools import cached_property
-from typing import Annotated, Any, Literal, get_args
+from typing import Annotated, Literal, get_args
 
 import numpy as np
 
@@ -137,9 +137,6 @@ class Signature:
     def has_scales(self) -> bool:
         """Whether keys and values have a scale for each slot and head."""
         return self.kv_cache == "int8"
-
-    def as_dict(self) -> dict[str, Any]:
-        return asdict(self)
 
     def _buffers(self, prefix: str) -> tuple[Tensor, ...]:
         values = (self.kv_dtype, ("B", self.kv_heads, "S", self.head_dim))

@@ -24,8 +24,7 @@ from spaceport.exporter.export import ExportOptions
 from spaceport.exporter.quantized_weights import WeightNotFound, store_quantized_weights
 from spaceport.graphs.contract.formats import FORMATS, Format
 from spaceport.graphs.contract.manifest import MANIFEST_FILE, MODEL_FILE
-from spaceport.graphs.quantization import BLOCKS, Quantization, QuantizedWeight, block_of
-from spaceport.graphs.quantize import quantize_model
+from spaceport.graphs.quantization import BLOCKS, Quantization, QuantizedWeight, block_of, quantize_model
 from spaceport.runtime.backends.on_onnxruntime import OnnxRuntimeEngine, session_options
 from spaceport.runtime.bundle import open_bundle, read_manifest
 from spaceport.runtime.decoding import Decoding

@@ -19,10 +19,10 @@ from spaceport.graphs.quantization import (
     QuantizedWeight,
     block_of,
     fake_quantize,
-    int4_format,
-    unclipped_format,
+    quantize_inputs,
+    quantize_model,
+    weight_format,
 )
-from spaceport.graphs.quantize import quantize_inputs, quantize_model
 from spaceport.graphs.traits import UnsupportedModel
 from spaceport.verify.quantization import agreement
 from support.families import FAMILIES, build
@@ -45,8 +45,7 @@ weights = st.builds(
 
 
 def quantized(weight: Tensor, kind: Weights) -> QuantizedWeight:
-    form = int4_format(weight.dtype) if kind == "int4" else unclipped_format(kind, weight.dtype)
-    return form.nearest(weight)
+    return weight_format(kind, weight.dtype).nearest(weight)
 
 
 def steps(found: QuantizedWeight) -> Tensor:

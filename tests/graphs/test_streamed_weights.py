@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from spaceport.graphs.decoder import decoder_layers, decoder_of
+from spaceport.graphs.decoder import decoder_of
 from spaceport.graphs.streamed_weights import (
     Streamed,
     in_parts,
@@ -24,7 +24,7 @@ from spaceport.graphs.streamed_weights import (
     transposed_values_of,
     values_of,
 )
-from spaceport.graphs.traits import UnsupportedModel
+from spaceport.graphs.traits import UnsupportedModel, decoder_layers
 from support.gguf_files import HIDDEN, random_model
 
 

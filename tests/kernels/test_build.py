@@ -102,7 +102,9 @@ def test_the_oldest_and_the_newest_runtime_load_the_library(wanted: str, tmp_pat
         [sys.executable, "-c", where], env=settings, capture_output=True, text=True, check=True
     ).stdout
     assert str(tmp_path) in said
-    tests = [str(Path(__file__).with_name(name)) for name in ("test_functions.py", "test_whole_steps.py")]
+    tests = [
+        str(Path(__file__).with_name(name)) for name in ("test_attend.py", "test_products.py", "test_whole_steps.py")
+    ]
     command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "-n", "0", *tests]
     ran = subprocess.run(command, cwd=ROOT, env=settings, capture_output=True, text=True, check=False)
     assert ran.returncode == 0, f"{said}{ran.stdout[-4000:]}{ran.stderr[-1000:]}"

@@ -1,4 +1,4 @@
-"""Products, norms, gates, the embedding and the head, against what they compute in numpy, and rows against themselves."""
+"""Products, norms, gates, the embedding and the head, against numpy, their functions, and rows against themselves."""
 
 from collections.abc import Callable
 from typing import Any
@@ -7,9 +7,19 @@ import numpy as np
 import pytest
 from numpy.typing import NDArray
 
+from spaceport.kernels.functions import add_functions
 from spaceport.kernels.packing import WEIGHT_FORMATS, QuantizedWeights, gate_order, pack
 from support import operator_reference as reference
-from support.native_operators import Operator, available_sets, library, normal, random_weights, run
+from support.native_operators import (
+    Operator,
+    available_sets,
+    library,
+    model_of,
+    normal,
+    random_weights,
+    require_function_near,
+    run,
+)
 
 pytestmark = pytest.mark.skipif(library() is None, reason="no C++ compiler")
 
@@ -31,12 +41,13 @@ def close(got: NDArray[Any], expected: NDArray[Any], tolerance: float) -> bool:
 
 
 def same_everywhere(kind: str, inputs: dict[str, Any], attributes: dict[str, Any]) -> NDArray[np.float32]:
-    """The output, which all instruction sets of this processor compute to the bit, with one thread and with two."""
+    """The output, which all sets of this processor compute to the bit, with one thread and two, and its function nearly."""
     outputs = {name: run(kind, inputs, attributes, set_name=name)[0] for name in available_sets()}
     outputs["two threads"] = run(kind, inputs, attributes, threads=2)[0]
     first = outputs["portable"]
     for name, output in outputs.items():
         assert output.tobytes() == first.tobytes(), name
+    require_function_near(kind, inputs, attributes)
     return first
 
 
@@ -204,14 +215,17 @@ def test_gate_product_multiplies_the_activated_gate_by_up(dice: np.random.Genera
 
 
 @pytest.mark.parametrize("cap", [0.0, 2.0])
-def test_head_gives_the_logits_of_chosen_rows(dice: np.random.Generator, cap: float) -> None:
+@pytest.mark.parametrize(("rows", "chosen"), [([[5, 0, 3]], [5, 0, 3]), ([[2], [0]], [2, 3])])  # of 1 and 2 requests
+def test_head_gives_the_logits_of_chosen_rows(
+    dice: np.random.Generator, rows: list[list[int]], chosen: list[int], cap: float
+) -> None:
     weights, gain, x = random_weights(dice, "int8", 100, 96), normal(dice, 96), normal(dice, 6, 96)
-    feeds = {"x": x, "rows": np.array([[5, 0, 3]]), "gain": gain, "weights": pack(weights)}
+    feeds = {"x": x, "rows": np.array(rows), "gain": gain, "weights": pack(weights)}
     attributes = {"norm": "rms", "epsilon": 1e-6, "format": "int8", "vocabulary": 100, "cap": cap}
     got = same_everywhere("Head", feeds, attributes)
-    logits = reference.product(reference.normalized(x[[5, 0, 3]], "rms", gain, None, 1e-6), weights)
-    assert got.shape == (1, 3, 100)
-    assert close(got[0], cap * np.tanh(logits / cap) if cap else logits, ROUNDED)
+    logits = reference.product(reference.normalized(x[chosen], "rms", gain, None, 1e-6), weights)
+    assert got.shape == (*np.shape(rows), 100)
+    assert close(got.reshape(-1, 100), cap * np.tanh(logits / cap) if cap else logits, ROUNDED)
 
 
 @pytest.mark.parametrize("format_name", WEIGHT_FORMATS)
@@ -268,8 +282,24 @@ def test_a_row_that_is_not_finite_gives_no_finite_number_and_spoils_no_other(
                 {"norm": "none", "epsilon": 0.0, "format": name, "vocabulary": 64, "cap": 9.0},
             ),
         ):
+            if name == "int4":
+                require_function_near(kind, {"x": bad, "weights": packed} | more, attributes)
             for set_name in available_sets():
                 operator = Operator(kind, {"x": x, "weights": packed} | more, attributes, set_name)
                 good, got = (operator({"x": given, "weights": packed} | more)[0].reshape(9, -1) for given in (x, bad))
                 assert np.isnan(got[[1, 2, 5, 6, 8]]).all(), (kind, name, set_name)
                 assert got[finite].tobytes() == good[finite].tobytes(), (kind, name, set_name)
+
+
+def test_each_kind_of_node_has_one_function(dice: np.random.Generator) -> None:
+    weights = pack(random_weights(dice, "int4", 64, 64))
+    feeds = {"x": normal(dice, 2, 64), "residual": normal(dice, 2, 64), "weights": weights}
+    model = model_of("AddProduct", feeds, {"format": "int4", "width": 64})
+    node = model.graph.node[0]
+    for bias in ("", "bias"):
+        copy = model.graph.node.add()
+        copy.CopyFrom(node)
+        copy.input[:] = ["y", "residual", "weights", bias]
+    add_functions(model)
+    assert [each.overload for each in model.graph.node] == ["0", "0", "1"]
+    assert [each.overload for each in model.functions] == ["0", "1"]

@@ -22,7 +22,7 @@ from spaceport.graphs.decoder import freeze_rotary
 from spaceport.graphs.find_parts import parts_of
 from spaceport.graphs.heads import head_logits, heads_of
 from spaceport.graphs.parts import DecoderParts
-from spaceport.graphs.quantize import quantize_inputs
+from spaceport.graphs.quantization import quantize_inputs
 from spaceport.graphs.traits import probe
 from spaceport.runtime.backends.on_onnxruntime import OnnxRuntimeEngine
 from support.families import FAMILIES, POSITIONS, Family, build, family_of

@@ -14,7 +14,7 @@ from numpy.typing import NDArray
 from onnx import TensorProto, helper, numpy_helper
 
 from spaceport.kernels.build import SOURCES, build, compiler, library_name
-from spaceport.kernels.functions import INPUTS, OUTPUTS
+from spaceport.kernels.functions import INPUTS, OUTPUTS, add_functions
 from spaceport.kernels.gguf_weights import GGUF_BLOCKS, from_gguf
 from spaceport.kernels.packing import WEIGHT_FORMATS, QuantizedWeights
 from spaceport.runtime.backends.machine import instruction_sets
@@ -180,3 +180,24 @@ class Operator:
 def run(kind: str, inputs: Mapping[str, NDArray[Any]], attributes: Mapping[str, Any], **how: Any) -> list[NDArray[Any]]:
     """The outputs of an operator for these inputs."""
     return Operator(kind, inputs, attributes, **how)(inputs)
+
+
+def require_function_near(
+    kind: str, feeds: Mapping[str, NDArray[Any]], attributes: Mapping[str, Any], tolerance: float = 1e-3
+) -> None:
+    """Verify that the function of an operator computes nearly the same without the library, and does not run with it.
+
+    The tolerance is relative to the largest output; undefined numbers are in the same places."""
+    model = model_of(kind, feeds, attributes)
+    operator = session_of(model).run(None, feeds)
+    add_functions(model)
+    with_library, function = (session_of(model, with_library=with_it).run(None, feeds) for with_it in (True, False))
+    for ours, same, theirs in zip(operator, with_library, function, strict=True):
+        assert (ours.tobytes(), ours.shape, ours.dtype) == (same.tobytes(), theirs.shape, theirs.dtype)
+        assert np.array_equal(np.isnan(ours), np.isnan(theirs))
+        difference = np.abs(np.nan_to_num(ours) - np.nan_to_num(theirs).astype(np.float64))
+        if ours.dtype != np.int8:
+            assert difference.max() <= tolerance * np.nanmax(np.abs(ours))
+        elif not np.isnan(operator[0]).any():  # a norm's sum in another order may move a code to its neighbour
+            assert difference.max() <= 1
+            assert (difference > 0).mean() < 1e-3

@@ -8,6 +8,7 @@ import re
 import warnings
 from collections.abc import Mapping
 from dataclasses import dataclass, fields, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -20,14 +21,14 @@ from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from spaceport.exporter.checkpoint import DEFAULT_MASK_SLOTS, Checkpoint, load_tokenizer
 from spaceport.exporter.checkpoint_files import CopiedEmbeddings, is_id, read_json
-from spaceport.exporter.draft_files import read_tensors
+from spaceport.exporter.draft_files import read_tensors, tensor_shapes
 from spaceport.graphs.contract.draft_methods import MAX_MASK_SLOTS
-from spaceport.graphs.contract.faults import CheckpointError, InputFault, OptionFault
+from spaceport.graphs.contract.faults import CheckpointError, InputFault
 from spaceport.graphs.contract.json_fields import is_whole
 from spaceport.graphs.gated import MaskAdapter, adapter_state, gate_model
+from spaceport.graphs.mechanism import Shapes, shapes_of
 from spaceport.graphs.traits import different_names
-from spaceport.tools.adopt.given import PEFT_FILE, Given, check_slots, refuse_noise_seed
-from spaceport.tools.adopt.plan import AdoptionPlan, Method, PublishedWeights, tensor_shapes
+from spaceport.tools.adopt.plan import PEFT_FILE, AdoptionPlan, Given, Method, PublishedWeights, check_slots
 
 WEIGHTS_FILE = "adapter_model.safetensors"
 
@@ -38,16 +39,9 @@ _USED = (
 )
 # Entries without effect on the result.
 _NOTES = (
-    *(
-        "peft_type",
-        "task_type",
-        "inference_mode",
-        "auto_mapping",
-        "base_model_name_or_path",
-        "revision",
-        "peft_version",
-    ),
-    *("lora_dropout", "init_lora_weights", "runtime_config", "loftq_config", "megatron_config", "megatron_core"),
+    *("peft_type", "task_type", "inference_mode", "auto_mapping", "base_model_name_or_path", "revision"),
+    *("peft_version", "lora_dropout", "init_lora_weights", "runtime_config", "loftq_config"),
+    *("megatron_config", "megatron_core"),
 )
 _REASONS = {
     "use_dora": "DoRA scales the base weights, also for other rows",
@@ -150,29 +144,18 @@ def read_peft_adapter(folder: Path, checkpoint: Checkpoint, mask_ids: tuple[int,
     config, base = read_peft_config(folder)
     modules = _modules(folder, config, checkpoint)
     rank = max(module.rank for module in modules.values())
-    scales = {module.scale for module in modules.values()}
-    scale = scales.pop() if len(scales) == 1 else 1.0  # different ones are multiplied into B
+    different = {module.scale for module in modules.values()}
+    scale = different.pop() if len(different) == 1 else 1.0  # different ones are multiplied into B
     model = _empty_model(checkpoint)
     try:
         adapter = gate_model(model, mask_ids, rank, scale * rank, tuple(modules))
     except InputFault as error:
         raise CheckpointError(f"{folder}: {error}; an adapter on other modules cannot act on mask rows only") from error
-    _check_shapes(
-        folder, checkpoint, modules, {name: tuple(one.shape) for name, one in adapter_state(model).items()}, base
-    )
-    report = {
-        "folder": str(folder),
-        "named_base": base,
-        "modules": len(modules),
-        **adapter.entry,
-        "scales": sorted({module.scale for module in modules.values()}),
-    }
-    return PublishedWeights(
-        "adapter",
-        folder,
-        report,
-        lambda: replace(adapter, tensors=_adapter_tensors(folder, modules, adapter)),
-    )
+    _check_shapes(folder, checkpoint, modules, shapes_of(adapter_state(model)), base)
+    scales = {"scales": sorted({module.scale for module in modules.values()})}
+    report = {"folder": str(folder), "named_base": base, "modules": len(modules), **adapter.entry, **scales}
+    adapter_of = partial(_adapter_tensors, folder, modules, adapter)
+    return PublishedWeights("adapter", folder, report, lambda: replace(adapter, tensors=adapter_of()))
 
 
 def _adapter_tensors(folder: Path, modules: Mapping[str, LoraModule], adapter: MaskAdapter) -> dict[str, Tensor]:
@@ -225,17 +208,16 @@ def _check_shapes(
     folder: Path,
     checkpoint: Checkpoint,
     modules: Mapping[str, LoraModule],
-    padded: Mapping[str, tuple[int, ...]],
+    padded: Shapes,
     base: str | None,
 ) -> None:
     """Raise unless the file has exactly the tensors of these modules; reads only its header."""
     file = folder / WEIGHTS_FILE
-    found = tensor_shapes(file)
-    expected = {
-        _tensor(name, half): _with_rank(padded[f"{name}.{half}"], half, module.rank)
-        for name, module in modules.items()
-        for half in _HALVES
-    }
+    found = tensor_shapes(file, "copy the file again")
+    expected: dict[str, tuple[int, ...]] = {}
+    for name, module in modules.items():
+        expected[_tensor(name, "A")] = (module.rank, padded[f"{name}.A"][1])
+        expected[_tensor(name, "B")] = (padded[f"{name}.B"][0], module.rank)
     if wrong := different_names(found.keys(), expected.keys()):
         raise CheckpointError(
             f"{file}: {wrong}: expected exactly A and B of the {len(modules)} modules that adapter_config.json selects in "
@@ -254,10 +236,6 @@ def _check_shapes(
 def _tensor(module: str, half: str) -> str:
     """The name of a tensor in the file of an adapter."""
     return f"{_PREFIX}{module}.{_HALVES[half]}.weight"
-
-
-def _with_rank(shape: tuple[int, ...], half: str, rank: int) -> tuple[int, ...]:
-    return (rank, shape[1]) if half == "A" else (shape[0], rank)
 
 
 def _called(base: str | None) -> str:
@@ -287,12 +265,11 @@ def _recognize_gated(given: Given) -> str | None:
 
 
 def _plan_gated(given: Given, evidence: str, checkpoint: Checkpoint) -> AdoptionPlan:
-    refuse_noise_seed(given.request)
     masks = mask_tokens(given, checkpoint)
     distinct = len(masks) > 1
     slots = given.request.max_mask_slots or (len(masks) if distinct else DEFAULT_MASK_SLOTS)
     check_slots(slots, len(masks) if distinct else MAX_MASK_SLOTS)
-    peft = read_peft_adapter(given.peft_folder, checkpoint, tuple(masks.values()))
+    peft = read_peft_adapter(given.owner, checkpoint, tuple(masks.values()))
     return AdoptionPlan(GATED_LORA.name, evidence, checkpoint, masks, slots, peft)
 
 
@@ -347,15 +324,13 @@ def _recognize_uno(given: Given) -> str | None:
 
 
 def _plan_uno(given: Given, evidence: str, checkpoint: Checkpoint) -> AdoptionPlan:
-    if given.request.mask_tokens:
-        raise OptionFault("--mask-token has no effect: UNO has random tokens instead; leave it out")
     slots = given.request.max_mask_slots or DEFAULT_MASK_SLOTS
     check_slots(slots, MAX_MASK_SLOTS)
     tokenizer = load_tokenizer(checkpoint)
     seed = given.request.noise_seed or 0
     noise = CopiedEmbeddings(_noise_ids(given, len(tokenizer), slots, seed), seed)
     masks = _noise_tokens(given, tokenizer, slots)
-    peft = read_peft_adapter(given.peft_folder, checkpoint, tuple(masks.values()))
+    peft = read_peft_adapter(given.owner, checkpoint, tuple(masks.values()))
     return AdoptionPlan(UNO.name, evidence, checkpoint, masks, slots, peft, noise=noise)
 
 
@@ -383,4 +358,4 @@ def _noise_tokens(given: Given, tokenizer: Any, count: int) -> dict[str, int]:
     return {text: int(backend.token_to_id(text)) for text in texts}
 
 
-UNO = Method("uno", _recognize_uno, _plan_uno)
+UNO = Method("uno", _recognize_uno, _plan_uno, "UNO has random tokens instead", has_noise=True)

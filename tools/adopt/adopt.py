@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 import torch
-from transformers import PreTrainedModel
 
 from spaceport.exporter.atomic_folder import ADAPTER_FOLDER, temporary_folder, writing
 from spaceport.exporter.checkpoint import Checkpoint, TokenFlags, load_model, load_tokenizer, open_checkpoint
@@ -17,9 +16,8 @@ from spaceport.exporter.draft_files import embedding_rows, identity_of, write_ad
 from spaceport.graphs.contract.faults import CheckpointError, OptionFault
 from spaceport.graphs.streamed_weights import keep_values
 from spaceport.tools.adopt.adapters import GATED_LORA, UNO
-from spaceport.tools.adopt.given import HEADS_FILES, INSIDE, TITLES, Given, refuse_noise_seed
 from spaceport.tools.adopt.heads import MEDUSA
-from spaceport.tools.adopt.plan import AdoptionPlan, Method
+from spaceport.tools.adopt.plan import HEADS_FILES, INSIDE, TITLES, AdoptionPlan, Given, Method, PublishedWeights
 from spaceport.training.tunable_model import add_tokens
 
 
@@ -29,14 +27,12 @@ def _recognize_pard(given: Given) -> str | None:
 
 
 def _plan_pard(given: Given, evidence: str, checkpoint: Checkpoint) -> AdoptionPlan:
-    if given.request.mask_tokens:
-        raise OptionFault("--mask-token has no effect: config.json names the mask token; leave it out")
-    refuse_noise_seed(given.request)
     masks = {str(token): token for token in checkpoint.tokens.mask}
     return AdoptionPlan(PARD.name, evidence, checkpoint, masks, checkpoint.drafts.mask_slots, None)
 
 
-PARD = Method("pard", _recognize_pard, _plan_pard)  # whose checkpoints are exported as they are
+# Its checkpoints are exported as they are.
+PARD = Method("pard", _recognize_pard, _plan_pard, "config.json names the mask token")
 METHODS = (MEDUSA, PARD, UNO, GATED_LORA)  # in the order of TITLES
 
 
@@ -76,19 +72,21 @@ def _nothing_found(given: Given) -> str:
     )
 
 
-def write_adopted(plan: AdoptionPlan, folder: Path) -> None:
+def _write_adopted(plan: AdoptionPlan, weights: PublishedWeights, folder: Path) -> None:
     """Write an adapter folder: the mechanism, the rows of the mask tokens, and the identity of the base model."""
-    if plan.weights is None:
-        raise ValueError("the plan has no weights: expected one of a method that writes")
-    mechanism = plan.weights.read()
-    checkpoint = plan.checkpoint
-    model = _base_model(checkpoint, folder)
+    mechanism, checkpoint = weights.read(), plan.checkpoint
+    model = load_model(checkpoint, "float32", scratch=folder)  # its matrices stay in their files, if they can
+    for table in embedding_rows(model):
+        keep_values(table)
     base = identity_of(checkpoint.folder.name, model)
-    entries: dict[str, Any] = {"mask_tokens": list(plan.mask_tokens), **_origin(plan.method, plan.weights.path)}
+    entries: dict[str, Any] = {"mask_tokens": list(plan.mask_tokens), **_origin(plan.method, weights.path)}
     if plan.mask_tokens:
         entries["mask_slots"] = plan.mask_slots
     if plan.noise is not None:
-        _add_copies(checkpoint, model, list(plan.mask_tokens), plan.noise.ids)
+        ids = add_tokens(load_tokenizer(checkpoint), model, list(plan.mask_tokens))
+        with torch.no_grad():
+            for rows in embedding_rows(model):
+                rows[ids] = rows[list(plan.noise.ids)].clone()
         entries["noise"] = {"ids": list(plan.noise.ids), "seed": plan.noise.seed}
     tokens, own = dict(plan.mask_tokens), checkpoint.source.files.sar_config
     forks = (
@@ -102,14 +100,6 @@ def write_adopted(plan: AdoptionPlan, folder: Path) -> None:
     write_adapter_folder(folder, base, model, tokens, (mechanism,), entries)
 
 
-def _base_model(checkpoint: Checkpoint, folder: Path) -> PreTrainedModel:
-    """The base model in float32; its matrices except the embeddings stay in their files, if its checkpoint allows it."""
-    model = load_model(checkpoint, "float32", scratch=folder)
-    for table in embedding_rows(model):
-        keep_values(table)
-    return model
-
-
 def _origin(method: str, published: Path) -> dict[str, str]:
     """The method, and the name of the published weights: their source in a cache of a model hub, else their folder."""
     folder = published if published.is_dir() else published.parent
@@ -119,17 +109,13 @@ def _origin(method: str, published: Path) -> dict[str, str]:
     return {"method": method, **({"adapter": name} if is_origin(name) else {})}
 
 
-def _add_copies(checkpoint: Checkpoint, model: PreTrainedModel, texts: list[str], copied: Sequence[int]) -> None:
-    """Add tokens to a model whose embeddings are copies of other tokens' embeddings."""
-    ids = add_tokens(load_tokenizer(checkpoint), model, texts)
-    with torch.no_grad():
-        for rows in embedding_rows(model):
-            rows[ids] = rows[list(copied)].clone()
-
-
 def plan_adoption(given: Given, remote_code: bool = False) -> AdoptionPlan:
     """What was given, checked as far as possible without the weights of the base model."""
     method, evidence = find_method(given)
+    if given.request.mask_tokens and method.without_masks:
+        raise OptionFault(f"--mask-token has no effect: {method.without_masks}; leave it out")
+    if given.request.noise_seed is not None and not method.has_noise:
+        raise OptionFault("--noise-seed has no effect: this method has no noise; leave it out")
     flags = TokenFlags(max_mask_slots=given.request.max_mask_slots if method is PARD else None)
     checkpoint = open_checkpoint(given.files, flags, remote_code)
     for mechanism in checkpoint.mechanisms:
@@ -150,7 +136,7 @@ def write_adoption(plan: AdoptionPlan, target: Path | None, overwrite: bool) -> 
     if target is None:
         raise OptionFault("no TARGET: expected CHECKPOINT [ADAPTER] TARGET")
     with writing(target, overwrite, ADAPTER_FOLDER) as folder:
-        write_adopted(plan, folder)
+        _write_adopted(plan, plan.weights, folder)
         return sorted(file.name for file in folder.iterdir())
 
 

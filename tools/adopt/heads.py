@@ -11,13 +11,12 @@ import torch
 from torch import Tensor
 
 from spaceport.exporter.checkpoint import Checkpoint
-from spaceport.exporter.draft_files import errors_of, read_pickled_tensors, read_tensors, require_finite
-from spaceport.graphs.contract.faults import CheckpointError, OptionFault
+from spaceport.exporter.draft_files import errors_of, read_pickled_tensors, read_tensors, require_finite, tensor_shapes
+from spaceport.graphs.contract.faults import CheckpointError
 from spaceport.graphs.contract.json_fields import is_whole
 from spaceport.graphs.heads import Heads, expected_shapes
 from spaceport.graphs.mechanism import require_shapes
-from spaceport.tools.adopt.given import HEADS_FILES, Given, refuse_noise_seed
-from spaceport.tools.adopt.plan import AdoptionPlan, Method, PublishedWeights, tensor_shapes
+from spaceport.tools.adopt.plan import HEADS_FILES, AdoptionPlan, Given, Method, PublishedWeights
 
 _EMBEDDED = "medusa_head."  # prefix of the heads' tensors among those of a whole checkpoint
 _NAME = re.compile(r"(\d+)\.(\d+)\.(linear\.weight|linear\.bias|weight)")
@@ -58,7 +57,9 @@ def read_published_heads(given: Given, checkpoint: Checkpoint) -> PublishedWeigh
     named = f", which config.json calls {base}" if isinstance(base, str) else ""
     with errors_of(where, f"{_ADVICE}, or {_WRONG_BASE}{named}"):
         require_shapes(found, expected, "of heads")
-    count = _count(given.request.max_mask_slots, present)
+    count = given.request.max_mask_slots or present
+    if count > present:
+        raise CheckpointError(f"--max-mask-slots is {count}: expected 1 to {present}, the heads in the file")
     taken = {
         file: {name: own for name, own in names.items() if int(own.split(".")[0]) < count}
         for file, names in files.items()
@@ -79,7 +80,7 @@ def read_published_heads(given: Given, checkpoint: Checkpoint) -> PublishedWeigh
 def _shapes(file: Path) -> dict[str, tuple[int, ...]]:
     if file.suffix == ".pt":
         return {name: tuple(tensor.shape) for name, tensor in read_pickled_tensors(file, _ADVICE).items()}
-    return tensor_shapes(file)
+    return tensor_shapes(file, _ADVICE)
 
 
 def _tensors(files: Mapping[Path, Mapping[str, str]]) -> dict[str, Tensor]:
@@ -91,9 +92,8 @@ def _tensors(files: Mapping[Path, Mapping[str, str]]) -> dict[str, Tensor]:
         tensors |= {own: stored[name] for name, own in names.items()}
         with errors_of(f"{file}", _ADVICE):
             require_finite(tensors)
-    dtype = torch.float32
-    for tensor in tensors.values():
-        dtype = tensor.dtype if dtype in (torch.float32, tensor.dtype) else torch.float32
+    types = {tensor.dtype for tensor in tensors.values()}
+    dtype = types.pop() if len(types) == 1 else torch.float32
     return {name: tensor.to(dtype) for name, tensor in tensors.items()}
 
 
@@ -134,12 +134,6 @@ def _check_config(file: Path, config: Mapping[str, Any], present: int, blocks: i
         )
 
 
-def _count(requested: int | None, present: int) -> int:
-    if requested is not None and requested > present:
-        raise CheckpointError(f"--max-mask-slots is {requested}: expected 1 to {present}, the heads in the file")
-    return requested or present
-
-
 def _recognize(given: Given) -> str | None:
     files = heads_files(given)
     if not files:
@@ -148,9 +142,6 @@ def _recognize(given: Given) -> str | None:
 
 
 def _plan(given: Given, evidence: str, checkpoint: Checkpoint) -> AdoptionPlan:
-    if given.request.mask_tokens:
-        raise OptionFault("--mask-token has no effect: heads draft without mask tokens; leave it out")
-    refuse_noise_seed(given.request)
     if checkpoint.tokens.mask:
         raise CheckpointError(
             f"{given.checkpoint}: has mask tokens, which draft already: expected a base model without them"
@@ -159,4 +150,4 @@ def _plan(given: Given, evidence: str, checkpoint: Checkpoint) -> AdoptionPlan:
     return AdoptionPlan(MEDUSA.name, evidence, checkpoint, {}, 0, heads)
 
 
-MEDUSA = Method("medusa", _recognize, _plan)
+MEDUSA = Method("medusa", _recognize, _plan, "heads draft without mask tokens")

@@ -9,7 +9,7 @@ import click
 
 from spaceport.exporter.atomic_folder import ADAPTER_FOLDER, check_target
 from spaceport.exporter.checkpoint_files import require_checkpoint
-from spaceport.tools.adopt.given import TITLES, AdoptionRequest, arrange, read_given
+from spaceport.tools.adopt.plan import TITLES, AdoptionRequest, arrange, read_given
 from spaceport.tools.cli.options import PATH, json_option, overwrite_option, remote_code_option
 from spaceport.tools.terminal.screen import show_json
 

@@ -330,10 +330,10 @@ def test_messages_of_the_builder_are_recorded_and_part_of_an_unexpected_error(li
 def test_nested_phases_progress_the_step_that_contains_them() -> None:
     reported: list[tuple[float, str]] = []
     progress = BuildProgress(lambda done, phase: reported.append((done, phase)), lambda: False)
-    progress.begin("all", 4)
-    progress.begin("parse", 2)
+    progress.begin("all", None, 4)
+    progress.begin("parse", "all", 2)
     progress.step("parse", 0)
-    progress.begin("nodes", 10)
+    progress.begin("nodes", "parse", 10)
     progress.step("nodes", 4)
     progress.end("nodes")
     progress.end("parse")

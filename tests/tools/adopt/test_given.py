@@ -11,7 +11,7 @@ import pytest
 from spaceport.exporter.checkpoint_files import ModelFiles, read_json
 from spaceport.graphs.contract.faults import CheckpointError, OptionFault
 from spaceport.tools.adopt.adopt import find_method
-from spaceport.tools.adopt.given import PEFT_FILE, AdoptionRequest, Given, arrange, read_given
+from spaceport.tools.adopt.plan import PEFT_FILE, AdoptionRequest, Given, arrange, read_given
 
 BASE, ADAPTER = Path("base"), Path("adapter")
 

@@ -17,7 +17,7 @@ from spaceport.exporter.checkpoint import TokenFlags, load_model, open_checkpoin
 from spaceport.exporter.checkpoint_files import BASE_FILE, write_sar_config
 from spaceport.exporter.draft_files import EMBEDDINGS_FILE
 from spaceport.tools.adopt.adapters import WEIGHTS_FILE
-from spaceport.tools.adopt.given import PEFT_FILE
+from spaceport.tools.adopt.plan import PEFT_FILE
 from spaceport.tools.cli import INPUT, OK, USAGE, run
 from support.published import PADDED, random_base, write_checkpoint
 from support.published_drafts import BASE, METHODS, PublishedModel

@@ -9,7 +9,7 @@ import pytest
 from spaceport.exporter.checkpoint import quiet_libraries
 from spaceport.exporter.checkpoint_files import require_checkpoint
 from spaceport.tools.adopt.adopt import adopted_for_export
-from spaceport.tools.adopt.given import AdoptionRequest, read_given
+from spaceport.tools.adopt.plan import AdoptionRequest, read_given
 from spaceport.tools.cli import INPUT, OK, USAGE, run
 from support.published import exact_model, write_checkpoint
 from support.published_drafts import METHODS, SLOTS, PublishedModel

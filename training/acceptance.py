@@ -6,6 +6,7 @@ from collections.abc import Callable, Iterable, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import asdict, dataclass, field
 from datetime import date
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +23,7 @@ from spaceport.runtime.bundle import read_manifest
 from spaceport.runtime.decode.sequence_group import Statistics
 from spaceport.runtime.decode.sources import USUAL_LOOKUP, Lookup
 from spaceport.runtime.decoding import DEFAULT_LOOKUP, Decoding
+from spaceport.runtime.sampling.option_fields import check_options, option
 from spaceport.runtime.sampling.sampler import Sampling
 from spaceport.runtime.session import Runtime
 from spaceport.verify.prompts import AuditPrompt, tokens_of
@@ -31,14 +33,20 @@ _PRIOR = 10  # tokens that the initial rate of a kind of prompt-lookup token cou
 
 
 @dataclass(frozen=True)
-class SourceOptions:
-    """How models are opened."""
+class AcceptanceOptions:
+    """Which answers are measured, and how models are opened."""
 
+    limit: int | None = option(None, "Use the first N prompts of DATA only.", 1)
+    max_tokens: int = option(256, "Maximum number of tokens per answer.", 1)
+    temperature: float = option(0.0, "Sampling temperature; 0 = greedy answers.", 0, 100)
     backend: str = "auto"  # of bundles
     max_seq_len: int | None = None
     threads: int = 0
-    remote_code: bool = False
+    trust_remote_code: bool = False
     adapter: Path | None = None
+
+    def __post_init__(self) -> None:
+        check_options(self)
 
 
 @dataclass(frozen=True)
@@ -50,7 +58,7 @@ class ModelSource:
     open: Callable[[], AbstractContextManager[Runtime]]
 
 
-def find_source(folder: Path, options: SourceOptions) -> ModelSource:
+def find_source(folder: Path, options: AcceptanceOptions) -> ModelSource:
     """The bundle or checkpoint in a folder: a bundle runs on a backend, a checkpoint in PyTorch."""
     source = _checkpoint(folder, options) if is_checkpoint(folder) else _bundle(folder, options)
     if not source.drafts.max_tokens:
@@ -68,7 +76,7 @@ def is_checkpoint(folder: Path) -> bool:
     return (folder / "config.json").exists() and not (folder / MANIFEST_FILE).exists()
 
 
-def _bundle(folder: Path, options: SourceOptions) -> ModelSource:
+def _bundle(folder: Path, options: AcceptanceOptions) -> ModelSource:
     if not (folder / MANIFEST_FILE).exists():
         raise InputFault(
             f"{folder}: expected a checkpoint (a folder with config.json) or a bundle (a folder with {MANIFEST_FILE})"
@@ -78,20 +86,17 @@ def _bundle(folder: Path, options: SourceOptions) -> ModelSource:
             f"--adapter {options.adapter} with the bundle {folder}: expected a checkpoint with it; leave it out, or export its "
             "base model with `spaceport export --adapter`"
         )
-
-    def opened() -> Runtime:
-        return Runtime.open(
-            folder,
-            backend=options.backend,
-            max_seq_len=options.max_seq_len,
-            threads=options.threads,
-            step_costs="standard",
-        )
-
+    opened = partial(
+        *(Runtime.open, folder),
+        backend=options.backend,
+        max_seq_len=options.max_seq_len,
+        threads=options.threads,
+        step_costs="standard",
+    )
     return ModelSource(folder, read_manifest(folder).drafts, opened)
 
 
-def _checkpoint(folder: Path, options: SourceOptions) -> ModelSource:
+def _checkpoint(folder: Path, options: AcceptanceOptions) -> ModelSource:
     if options.backend != "auto":
         raise OptionFault(
             f"--backend {options.backend} runs bundles, {folder} is a checkpoint and runs in PyTorch: leave --backend out, "
@@ -102,11 +107,8 @@ def _checkpoint(folder: Path, options: SourceOptions) -> ModelSource:
     from spaceport.verify.reference import checkpoint_runtime
 
     quiet_libraries()
-    checkpoint = open_checkpoint(folder, TokenFlags(), options.remote_code, options.adapter)
-
-    def opened() -> AbstractContextManager[Runtime]:
-        return checkpoint_runtime(checkpoint, options.max_seq_len, options.threads)
-
+    checkpoint = open_checkpoint(folder, TokenFlags(), options.trust_remote_code, options.adapter)
+    opened = partial(checkpoint_runtime, checkpoint, options.max_seq_len, options.threads)
     return ModelSource(folder, checkpoint.drafts, opened)
 
 
@@ -118,8 +120,8 @@ class DraftPrompt:
     kind: str = ""  # of what it asks for; empty if the file does not say
 
 
-def draft_prompts(runtime: Runtime, prompts: Iterable[AuditPrompt], file: Path) -> list[DraftPrompt]:
-    """The prompts that leave space for an answer; of a plain text, its first tokens."""
+def draft_prompts(runtime: Runtime, prompts: Sequence[AuditPrompt], file: Path) -> list[DraftPrompt]:
+    """The prompts that leave space for an answer, at least one; of a plain text, its first tokens."""
     found = []
     for prompt in prompts:
         tokens = tokens_of(runtime, prompt, file)
@@ -127,6 +129,8 @@ def draft_prompts(runtime: Runtime, prompts: Iterable[AuditPrompt], file: Path) 
             tokens = tokens[: max(1, min(TEXT_PROMPT, len(tokens) // 2))]
         if len(tokens) < runtime.max_seq_len:
             found.append(DraftPrompt(tuple(tokens), prompt.kind))
+    if not found:
+        raise InputFault(f"{file}: none of its {len(prompts)} prompts has less than {runtime.max_seq_len} tokens")
     return found
 
 

@@ -15,6 +15,7 @@ from spaceport.graphs.contract.faults import InputFault, OptionFault
 from spaceport.graphs.contract.manifest import TEMPLATE_FILE
 from spaceport.runtime.bundle import read_manifest
 from spaceport.runtime.decoding import Decoding
+from spaceport.runtime.sampling.option_fields import check_options, option
 from spaceport.runtime.sampling.sampler import Sampling
 from spaceport.runtime.session import Runtime
 from spaceport.runtime.text.prompt import Prompt
@@ -94,10 +95,13 @@ def _parsed(line: int, content: bytes) -> AnswerPrompt:
 class DistillOptions:
     """How the answers are generated, and how the engine is opened."""
 
-    max_tokens: int = 512  # per answer
-    temperature: float = 0.0  # 0: greedy answers
-    # Answers that are generated at the same time; None: DEFAULT_REQUESTS, or what its engines take.
-    max_requests: int | None = None
+    max_tokens: int = option(512, "Maximum number of tokens of an answer.", 1)
+    temperature: float = option(0.0, "Sampling temperature; 0 = greedy answers.", 0, 100)
+    max_requests: int | None = option(
+        None,
+        "Answers that are generated at the same time.",
+        unset=f"{DEFAULT_REQUESTS}, or the maximum of the bundle's engines",
+    )
     max_seq_len: int | None = None  # tokens of a conversation; None: the bundle's default
     backend: str = "auto"
     threads: int = 0
@@ -105,10 +109,7 @@ class DistillOptions:
     overwrite: bool = False
 
     def __post_init__(self) -> None:
-        if self.max_tokens < 1:
-            raise OptionFault(f"--max-tokens is {self.max_tokens}: expected at least 1")
-        if not 0 <= self.temperature <= 100:
-            raise OptionFault(f"--temperature is {self.temperature}: expected 0 to 100")
+        check_options(self)
 
     def open(self, bundle: Path, requests: int) -> Runtime:
         """A runtime for this many concurrent requests."""
@@ -257,26 +258,27 @@ def _answers(
         pool.shutdown(wait=False, cancel_futures=True)
 
 
-def _generate(
+def _store_answers(
     runtime: Runtime,
-    missing: Sequence[AnswerPrompt],
+    prompts: Sequence[AnswerPrompt],
     store: TextIO,
     options: DistillOptions,
     requests: int,
     say: Callable[[str], None],
-) -> Iterator[DistilledPrompt]:
-    """The conversations of the missing prompts, stored as soon as each is complete."""
+) -> tuple[dict[int, dict[str, Any]], int]:
+    """The conversations by the lines of their prompts, stored as soon as each is complete, and the generated tokens."""
     started = shown = time.perf_counter()
-    tokens = 0
-    for number, answered in enumerate(_answers(runtime, missing, options, requests), 1):
+    records, tokens = {}, 0
+    for number, answered in enumerate(_answers(runtime, prompts, options, requests), 1):
+        tokens += answered.tokens
         if answered.record is not None:
+            records[answered.line] = answered.record
             store.write(json.dumps({"line": answered.line, **answered.record}, ensure_ascii=False) + "\n")
             store.flush()
-        tokens += answered.tokens
         if (now := time.perf_counter()) - shown > _SECONDS:
             shown = now
-            say(f"{number}/{len(missing)} prompts  {tokens:,} tokens  {tokens / (now - started):,.0f} tokens/s")
-        yield answered
+            say(f"{number}/{len(prompts)} prompts  {tokens:,} tokens  {tokens / (now - started):,.0f} tokens/s")
+    return records, tokens
 
 
 def distill(
@@ -300,9 +302,9 @@ def distill(
             say(f"note: {note}")
         _check_template(runtime, source, prompts)
         started, longest = time.perf_counter(), runtime.max_seq_len
-        answers = list(_generate(runtime, missing, store, options, requests, say))
+        answers, tokens = _store_answers(runtime, missing, store, options, requests, say)
         seconds = time.perf_counter() - started
-    records |= {answered.line: answered.record for answered in answers if answered.record is not None}
+    records |= answers
     if not records:
         raise InputFault(
             f"{source}: no prompt has an answer: all answers are empty, or the prompts exceed {longest} tokens: "
@@ -312,5 +314,4 @@ def distill(
     replace_text(out.resolve(), "".join(lines), durable=True)  # follows a symbolic link
     partial.unlink()
     unfinished = sum(not record.get("ends", True) for record in records.values())
-    tokens = sum(answered.tokens for answered in answers)
     return DistillReport(str(out), len(prompts), len(records), unfinished, tokens, seconds)

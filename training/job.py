@@ -9,13 +9,18 @@ from pathlib import Path
 from typing import Any
 
 from spaceport.exporter.atomic_folder import ADAPTER_FOLDER, CHECKPOINT, FolderKind, check_target
-from spaceport.exporter.checkpoint_files import read_sar_config
+from spaceport.exporter.checkpoint_files import TIKTOKEN_FILE, read_sar_config
 from spaceport.graphs.contract.faults import OptionFault
 from spaceport.graphs.contract.manifest import record_of
+from spaceport.runtime.sampling.option_fields import check_options, option
 from spaceport.training.settings import DEFAULT, TokenNames, TrainingSettings
-from spaceport.training.tunable_model import IDENTITY_FILES
 
 LEAST_ACCURACY = 0.1  # of the first mask slot; one more row costs about a tenth of a step
+# Files of a checkpoint that determine, besides its weights, the training samples.
+_IDENTITY_FILES = (
+    *("config.json", "generation_config.json", "sar_config.json", "chat_template.jinja"),
+    *("tokenizer_config.json", "tokenizer.json", "tokenizer.model", TIKTOKEN_FILE),
+)
 
 
 @dataclass(frozen=True)
@@ -28,14 +33,21 @@ class TuningJob:
     settings: TrainingSettings
     names: TokenNames = DEFAULT
     validation: tuple[Path, ...] = ()
-    bf16: bool = False
-    recompute: bool = False  # gradient checkpointing: less memory, a third more compute
-    save_every: int = 500  # steps
-    log_every: int = 10  # steps
-    resume: bool = False  # continue from a saved state, if there is one
+    bf16: bool = option(False, "Compute in bfloat16; trained weights stay float32.")
+    recompute: bool = option(
+        False,
+        "Recompute activations in the backward pass: less memory, a third more compute.",
+        flag="--gradient-checkpointing",
+    )
+    save_every: int = option(500, "Steps between saved states.", 1)
+    log_every: int = option(10, "Steps between measurements in metrics.jsonl; at most one in 10 seconds is printed.", 1)
+    resume: bool = option(False, "Continue from the saved state, if there is one; give the same options again.")
     overwrite: bool = False
     adapter: Path | None = None  # adapter folder to train further
-    adapter_only: bool = False  # write the adapter of method gated-lora without the base weights
+    adapter_only: bool = option(
+        False,
+        "Write the adapter of method gated-lora without the base weights, for `spaceport export --adapter`.",
+    )
     remote_code: bool = False
 
     @property
@@ -83,15 +95,16 @@ class TuningOutcome:
 def check_job(job: TuningJob) -> None:
     """Raise for invalid options before anything is loaded."""
     check_target(job.target, job.overwrite, job.target_kind)
-    if job.adapter is not None and job.settings.method != "gated-lora":
-        raise OptionFault(f"--adapter with --method {job.settings.method}: expected --method gated-lora")
-    if job.settings.method == "gated-lora" and job.settings.objective == "apar" and job.adapter is None:
+    check_options(job)
+    method = job.settings.method
+    for flag, given in (("--adapter", job.adapter is not None), ("--adapter-only", job.adapter_only)):
+        if given and method != "gated-lora":
+            raise OptionFault(f"{flag} has no effect with --method {method}: use --method gated-lora, or leave it out")
+    if method == "gated-lora" and job.settings.objective == "apar" and job.adapter is None:
         raise OptionFault(
             "--method gated-lora with --objective apar: its adapters act on mask rows, and there are none; expected "
             "--objective sar or both, an adapter that learns to fork (--adapter), or --method embeddings"
         )
-    if job.adapter_only and job.settings.method != "gated-lora":
-        raise OptionFault(f"--adapter-only with --method {job.settings.method}: expected --method gated-lora")
     if job.target.resolve() == job.checkpoint.resolve():
         raise OptionFault(f"{job.target}: is the checkpoint to tune and would be overwritten: choose another folder")
     for path in (job.checkpoint, *job.data, *job.validation):
@@ -99,16 +112,13 @@ def check_job(job: TuningJob) -> None:
             raise OptionFault(
                 f"{job.target}: contains the input {path}, which would be overwritten: choose another folder"
             )
-    for name, value in (("save-every", job.save_every), ("log-every", job.log_every)):
-        if value < 1:
-            raise OptionFault(f"--{name} is {value}: expected at least 1")
     if not job.data:
         raise OptionFault("no data: expected at least one JSONL file")
 
 
 def facts_of(job: TuningJob) -> dict[str, Any]:
     """Inputs and settings of a training, which a resumed one must have too."""
-    own = [job.checkpoint] if job.checkpoint.is_file() else map(job.checkpoint.joinpath, IDENTITY_FILES)
+    own = [job.checkpoint] if job.checkpoint.is_file() else map(job.checkpoint.joinpath, _IDENTITY_FILES)
     return {
         "data": _digests(job.data),
         "validation": _digests(job.validation),

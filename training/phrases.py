@@ -13,9 +13,8 @@ from spaceport.exporter.checkpoint import Checkpoint, load_tokenizer
 from spaceport.graphs.contract.faults import InputFault
 from spaceport.graphs.contract.phrases import CHANCES, LONGEST, PhraseTable, extended_all
 from spaceport.graphs.phrases import Phrases
-from spaceport.training.conversation_encoder import ConversationError, conversation_encoder
 from spaceport.training.conversations import read_conversations
-from spaceport.training.samples import Prepared, Sample, prepare
+from spaceport.training.samples import ConversationError, Prepared, Sample, conversation_encoder, prepare
 from spaceport.training.settings import DEFAULT_PHRASES
 
 _FEWEST = 2  # times that a context has to occur

@@ -1,4 +1,4 @@
-"""Settings: the hyperparameters of a training; a resumed training must have the same ones."""
+"""Settings: the hyperparameters of a training, and the names of its special tokens."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ from typing import Any, Literal
 from spaceport.exporter.checkpoint_files import SarConfig
 from spaceport.graphs.contract.draft_methods import CAUSAL, MAX_MASK_SLOTS, Group, MaskLayout
 from spaceport.graphs.contract.faults import OptionFault
+from spaceport.runtime.sampling.option_fields import check_options, documented, option
 
 Objective = Literal["sar", "apar", "both"]
 MAX_CORRECTION_RANK = 512
@@ -18,75 +19,89 @@ DEFAULT_CUTOFF = 2048  # tokens; lower for a model with fewer positions
 Method = Literal["full", "lora", "gated-lora", "embeddings"]
 
 
+@documented
 @dataclass(frozen=True)
 class TrainingSettings:
-    """Hyperparameters of a training."""
+    """Hyperparameters of a training; a resumed training must have the same ones."""
 
-    objective: Objective = "sar"
-    method: Method = "full"
-    # Draft training
-    mask_slots: int | None = None  # None: as in the checkpoint, else DEFAULT_MASK_SLOTS
-    distinct: bool = False  # one mask token per mask row of a group instead of one shared mask token
-    shift: bool | None = None  # whether mask rows predict the token after their position; None: as in the checkpoint
-    group: Group | None = None  # the mask rows that a mask row sees; None: as in the checkpoint
-    anchors: int = 32  # mask groups per sample, resampled every epoch
-    drop_rate: float = 0.0  # probability that a mask group ends before each mask slot after the first
-    correction_rank: int = 0  # of the draft correction; 0: none
-    phrases: int = (
-        DEFAULT_PHRASES  # maximum contexts of the data that are stored with the token that mostly follows them
+    objective: Objective = option("sar", "Train drafting (sar), forking (apar), or both.")
+    method: Method = option(
+        "full",
+        "Parameters to train: all weights (full), LoRA adapters (lora), LoRA adapters on mask rows only, which leave the "
+        "base model's output bit-identical (gated-lora), or the embeddings of the new tokens (embeddings).",
     )
-    mask_weight: float = 1.0  # weight of the mask slots' mean loss, relative to the next-token loss
+    # Draft training
+    mask_slots: int | None = option(
+        None,
+        "Mask slots behind a token: draft tokens per step.",
+        1,
+        MAX_MASK_SLOTS,
+        unset=f"as in the checkpoint or adapter, else {DEFAULT_MASK_SLOTS}",
+    )
+    distinct: bool = option(False, "Use one mask token per mask slot instead of one shared mask token.")
+    shift: bool | None = option(
+        None,
+        "Whether a mask row predicts the token after its position, or the one at its position.",
+        unset="as in the checkpoint, else the one after it",
+    )
+    group: Group | None = option(
+        None,
+        "Mask rows of its group that a mask row sees: those before it (causal), or all (block).",
+        unset="as in the checkpoint, else causal",
+        flag="--mask-group",
+    )
+    anchors: int = option(32, "Mask groups per sample, at random positions that change every epoch.", 1)
+    drop_rate: float = option(
+        0.0, "Probability that a mask group ends before each of its mask slots after the first.", 0, 1
+    )
+    correction_rank: int = option(
+        0,
+        "Rank of the draft correction, which scores a draft token by the one before it, such as 64; 0 = none.",
+        0,
+        MAX_CORRECTION_RANK,
+    )
+    phrases: int = option(
+        DEFAULT_PHRASES,
+        "Maximum number of phrases that are counted in the data, for draft tokens without mask slots; 0 = none.",
+        0,
+    )
+    mask_weight: float = option(1.0, "Weight of the mask slots' mean loss relative to the next-token loss.", 0)
     # Fork training
-    unfork_rate: float = 0.2  # probability that a forked sample is trained without forks, resampled every epoch
+    unfork_rate: float = option(0.2, "Probability that an answer that could fork is trained without forks.", 0, 1)
     # Samples
-    cutoff: int = DEFAULT_CUTOFF  # maximum tokens along a path, prompt included
+    cutoff: int = option(
+        DEFAULT_CUTOFF,
+        "Maximum sample length in tokens, prompt included.",
+        8,
+        unset=f"{DEFAULT_CUTOFF}, or the model's maximum",
+    )
     # Optimization
-    epochs: float = 2.0
-    max_steps: int | None = None
+    epochs: float = option(2.0, "Passes over the data.")
+    max_steps: int | None = option(None, "Maximum training steps; overrides the epochs if lower.", 1)
     time_budget: float | None = None  # seconds; the training ends earlier if its steps do
-    batch_size: int = 32  # samples per step, over all processes
-    micro_batch_size: int = 4  # samples per forward pass of one process
-    learning_rate: float = 5e-5  # peak
-    warmup: float = 0.03  # fraction of the steps
-    weight_decay: float = 0.0
-    clip: float = 1.0  # maximum gradient norm
+    batch_size: int = option(32, "Samples per step, over all processes.", 1)
+    micro_batch_size: int = option(
+        4, "Samples per forward pass of one process; the rest of a batch accumulates gradients.", 1
+    )
+    learning_rate: float = option(5e-5, "Peak learning rate, after linear warm-up and before cosine decay.")
+    warmup: float = option(0.03, "Warm-up steps as a fraction of all steps.", 0, 1)
+    weight_decay: float = option(0.0, "AdamW weight decay of matrices, embeddings excluded.", 0)
+    clip: float = option(1.0, "Maximum gradient norm.")
     betas: tuple[float, float] = (0.9, 0.95)
-    seed: int = 0
+    seed: int = option(0, "Seed of the sample order, the anchors and new weights.", 0)
     # LoRA
-    rank: int = 16
-    alpha: float = 32.0
-    targets: tuple[str, ...] = ()  # names of the adapted layers; empty: all linear layers
+    rank: int = option(16, "LoRA rank.", 1)
+    alpha: float = option(32.0, "LoRA alpha: adapters are scaled by alpha / rank.")
+    targets: tuple[str, ...] = option(
+        (), "Linear layer to adapt, such as q_proj.", unset="all", flag="--target", metavar="NAME"
+    )
 
     def __post_init__(self) -> None:
-        for name, value, least, most in (
-            ("mask-slots", self.mask_slots, 1, MAX_MASK_SLOTS),
-            ("anchors", self.anchors, 1, None),
-            ("drop-rate", self.drop_rate, 0, 1),
-            ("correction-rank", self.correction_rank, 0, MAX_CORRECTION_RANK),
-            ("phrases", self.phrases, 0, None),
-            ("mask-weight", self.mask_weight, 0, None),
-            ("unfork-rate", self.unfork_rate, 0, 1),
-            ("cutoff", self.cutoff, 8, None),
-            ("max-steps", self.max_steps, 1, None),
-            ("batch-size", self.batch_size, 1, None),
-            ("micro-batch-size", self.micro_batch_size, 1, None),
-            ("warmup", self.warmup, 0, 1),
-            ("weight-decay", self.weight_decay, 0, None),
-            ("seed", self.seed, 0, None),
-            ("rank", self.rank, 1, None),
-        ):
-            if value is not None and not (value >= least and (most is None or value <= most)):
-                limits = f"at least {least}" if most is None else f"{least} to {most}"
-                raise OptionFault(f"--{name} is {value}: expected {limits}")
-        for name, positive in (
-            ("epochs", self.epochs),
-            ("learning-rate", self.learning_rate),
-            ("clip", self.clip),
-            ("alpha", self.alpha),
-            ("time-budget", self.time_budget),
-        ):
+        check_options(self)
+        for name in ("epochs", "learning_rate", "clip", "alpha", "time_budget"):
+            positive = getattr(self, name)
             if positive is not None and not 0 < positive < float("inf"):
-                raise OptionFault(f"--{name} is {positive}: expected more than 0")
+                raise OptionFault(f"{name} is {positive}: expected more than 0")
         if self.targets and self.method not in ("lora", "gated-lora"):
             raise OptionFault(
                 f"--target {self.targets[0]} with --method {self.method}, which adds no adapters: expected --method lora or "

@@ -13,7 +13,7 @@ from torch import nn
 from transformers import PreTrainedModel
 
 from spaceport.exporter.checkpoint import Checkpoint, load_model, load_tokenizer
-from spaceport.exporter.checkpoint_files import TIKTOKEN_FILE, is_id, read_sar_config
+from spaceport.exporter.checkpoint_files import is_id, read_sar_config
 from spaceport.exporter.draft_files import BaseIdentity, identity_of
 from spaceport.exporter.draft_files import embedding_rows as embedding_rows
 from spaceport.graphs.contract.draft_methods import MaskLayout
@@ -23,7 +23,7 @@ from spaceport.graphs.contract.signature import PRECISIONS
 from spaceport.graphs.gated import MaskAdapter
 from spaceport.graphs.mechanism import Factors, InputRows
 from spaceport.graphs.phrases import Phrases
-from spaceport.training.conversation_encoder import ConversationEncoder, conversation_encoder
+from spaceport.training.samples import ConversationEncoder, conversation_encoder
 from spaceport.training.settings import DEFAULT_CUTOFF, TokenNames, TrainingSettings, resolve_token_names
 
 _MULTIPLE = 64  # a resized vocabulary is padded to a multiple of this, for efficient matrix products
@@ -84,19 +84,6 @@ def _grow(model: PreTrainedModel, tokens: int) -> None:
         with torch.no_grad():
             for rows in embedding_rows(model):
                 rows[size:] = rows[:size].float().mean(dim=0).to(rows.dtype)
-
-
-# Files of a checkpoint that determine, besides its weights, the training samples.
-IDENTITY_FILES = (
-    "config.json",
-    "tokenizer_config.json",
-    "tokenizer.json",
-    "tokenizer.model",
-    TIKTOKEN_FILE,
-    "chat_template.jinja",
-    "generation_config.json",
-    "sar_config.json",
-)
 
 
 @dataclass(frozen=True)

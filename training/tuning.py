@@ -4,9 +4,12 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Sequence
+import sys
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import replace
-from datetime import date
+from datetime import date, datetime, timedelta
 from pathlib import Path
 from typing import Any
 
@@ -20,15 +23,13 @@ from spaceport.exporter.checkpoint import TokenFlags, open_checkpoint, quiet_lib
 from spaceport.exporter.checkpoint_files import save_acceptance
 from spaceport.graphs.contract.draft_methods import DraftAcceptance, measured_acceptance
 from spaceport.graphs.contract.faults import InputFault, OptionFault
-from spaceport.training.conversation_encoder import ConversationError
 from spaceport.training.conversations import Conversation, read_conversations
 from spaceport.training.job import TuningJob, TuningOutcome, check_job, facts_of
 from spaceport.training.methods import Merge, adapter_settings, select_parameters
 from spaceport.training.packed_model import PackedModel, packed_model_of
 from spaceport.training.packing import PackedRow, TrainingBatches, require_forks
 from spaceport.training.phrases import phrases_of
-from spaceport.training.progress import Progress, stopping
-from spaceport.training.samples import Prepared, prepare
+from spaceport.training.samples import ConversationError, Prepared, prepare
 from spaceport.training.settings import DEFAULT, TokenNames, TrainingSettings
 from spaceport.training.states import METRICS_FILE, TrainingStates, write_errors
 from spaceport.training.training import Training, TrainingMeasurement
@@ -37,6 +38,69 @@ from spaceport.training.tuned_checkpoint import write_adapter_only, write_card, 
 
 _Texts = dict[Path, list[Conversation]]  # by data file
 _USUAL = TrainingSettings()
+_SECONDS = 10.0  # between two measurements that are shown
+
+
+def is_first() -> bool:
+    """Whether this is the first of the processes that accelerate or torchrun started: only it prints."""
+    return os.environ.get("RANK", "0") == "0"
+
+
+class Progress:
+    """Lines on stderr with the time since the start, in the first of several processes only."""
+
+    def __init__(self) -> None:
+        self._started = time.perf_counter()
+        self._shown = float("-inf")  # time of the last measurement
+
+    def say(self, text: str) -> None:
+        if is_first():
+            print(f"{time.perf_counter() - self._started:6.1f} s  {text}", file=sys.stderr, flush=True)
+
+    def show(self, measured: TrainingMeasurement, kind: str) -> None:
+        """Show a measurement; those of training steps at most once in ten seconds, and the last one."""
+        now = time.perf_counter()
+        if kind == "validation" or measured.step == measured.steps or now - self._shown >= _SECONDS:
+            self._shown = now
+            self.say(f"step {measured.step}/{measured.steps}  {described(measured, kind)}")
+
+
+def described(measured: TrainingMeasurement, kind: str) -> str:
+    """A measurement in one line."""
+    parts = ["validation"] if kind == "validation" else []
+    if measured.losses[0] is not None:  # a frozen base's next-token loss is not measured while it trains
+        parts.append(f"loss {measured.losses[0]:.3f}  accuracy {_percent(measured.accuracies[0])}")
+    if measured.mask_accuracies:
+        parts.append(f"mask slots {' '.join(map(_percent, measured.mask_accuracies))}")
+    if measured.corrected:
+        parts.append(f"corrected {' '.join(map(_percent, measured.corrected))}")
+    if kind == "validation" and measured.acceptance:
+        parts.append(f"tokens per step {1 + sum(filter(None, measured.acceptance)):.2f}")
+    if kind == "training":
+        parts.append(f"{measured.tokens_per_second:,.0f} rows/s")
+        if measured.seconds_left is not None:
+            left = timedelta(seconds=round(measured.seconds_left))
+            parts.append(f"{left} left, ends {datetime.now().astimezone() + left:%H:%M}")
+    return "  ".join(parts)
+
+
+@contextmanager
+def stopping(say: Callable[[str], None]) -> Iterator[Callable[[], bool]]:
+    """Whether an interrupt came: the first one only asks the block to end, the second one ends it at once."""
+    received: list[int] = []
+
+    def handle(number: int) -> None:
+        received.append(number)
+        if len(received) > 1:
+            raise KeyboardInterrupt
+        say("interrupted: finishing this step and saving the state for --resume; interrupt again to stop at once")
+
+    with interrupts_handled(handle):
+        yield lambda: bool(received)
+
+
+def _percent(accuracy: float | None) -> str:
+    return "-" if accuracy is None else f"{accuracy:.0%}"
 
 
 def tune(

@@ -12,13 +12,13 @@ import numpy as np
 
 from spaceport.graphs.contract.draft_methods import PREDICTOR_NAMES, drafts_in_words
 from spaceport.graphs.contract.exactness import Exactness
-from spaceport.graphs.contract.faults import OptionFault
 from spaceport.graphs.contract.manifest import Manifest
 from spaceport.runtime.bundle import read_manifest
 from spaceport.runtime.comparison import ThreadTokens, TokenDifference, thread_tokens_of
 from spaceport.runtime.decode.sequence import NotANumber
 from spaceport.runtime.decoding import Decoding
 from spaceport.runtime.engine import seq_len
+from spaceport.runtime.sampling.option_fields import check_options, option
 from spaceport.runtime.sampling.sampler import Sampling
 from spaceport.runtime.scheduling.stream import Stream
 from spaceport.runtime.session import Runtime
@@ -64,41 +64,34 @@ def groups_for(manifest: Manifest, exactness: Exactness, max_tokens: int) -> lis
     Concurrent threads are left out if they are not the default. Drafts are compared in any case: users may request them.
     """
     mask_slots = manifest.drafts.max_tokens
+    chains = dict.fromkeys((mask_slots, 1)) if mask_slots else {}
     plain = Decoding(max_tokens=max_tokens, fork=False).without_drafts()
     sampled = replace(plain, sampling=Sampling(temperature=1.0, seed=SEED))
+    drafted = (*(_chain(plain, k) for k in chains), _default(plain, mask_slots))
     groups = [
-        ModeGroup(AuditMode("plain", plain), tuple(_drafted(plain, mask_slots))),
-        ModeGroup(AuditMode("plain, sampled", sampled), (_renamed("sampled", _default(sampled, mask_slots)),)),
+        ModeGroup(AuditMode("plain", plain), drafted),
+        ModeGroup(AuditMode("plain, sampled", sampled), (_default(sampled, mask_slots, ", sampled"),)),
     ]
     if manifest.tokens.fork is not None:
         sequential = replace(plain, fork=True, max_threads=1)  # one thread after the other: one row per step
         concurrent = replace(sequential, max_threads=Decoding().threads(exactness.allows_drafts))
-        undrafted = (AuditMode("plain", concurrent),) if concurrent != sequential else ()
-        modes = (*undrafted, *_drafted(concurrent, mask_slots))
-        suffix = "forked" if undrafted else "forked, sequential"
-        drafted = tuple(_renamed(suffix, mode) for mode in modes if mode.name != "chain k = 1")
+        undrafted = (AuditMode("plain, forked", concurrent),) if concurrent != sequential else ()
+        suffix = ", forked" if undrafted else ", forked, sequential"
+        forked = (_chain(concurrent, k, suffix) for k in chains if k > 1)
+        drafted = (*undrafted, *forked, _default(concurrent, mask_slots, suffix))
         groups.append(ModeGroup(AuditMode("plain, forked, sequential", sequential), drafted))
     return groups
 
 
-def _drafted(plain: Decoding, mask_slots: int) -> list[AuditMode]:
-    """Chains with one and with all mask slots, and the default drafts."""
-    chains = [
-        AuditMode(f"chain k = {k}", replace(plain, draft="chain", lookup=None, mask_slots=k))
-        for k in sorted({1, mask_slots}, reverse=True)
-        if 0 < k <= mask_slots
-    ]
-    return [*chains, _default(plain, mask_slots)]
+def _chain(plain: Decoding, k: int, suffix: str = "") -> AuditMode:
+    """Drafts of `k` tokens from mask slots alone."""
+    return AuditMode(f"chain k = {k}{suffix}", replace(plain, draft="chain", lookup=None, mask_slots=k))
 
 
-def _default(plain: Decoding, mask_slots: int) -> AuditMode:
+def _default(plain: Decoding, mask_slots: int, suffix: str = "") -> AuditMode:
     """Drafts from mask slots and prompt lookup, the runtime's default."""
     name = "tree with lookup" if mask_slots else "lookup"
-    return AuditMode(name, replace(plain, draft="tree", lookup=_LOOKUP, mask_slots=mask_slots))
-
-
-def _renamed(suffix: str, mode: AuditMode) -> AuditMode:
-    return AuditMode(f"{mode.name}, {suffix}", mode.decoding)
+    return AuditMode(f"{name}{suffix}", replace(plain, draft="tree", lookup=_LOOKUP, mask_slots=mask_slots))
 
 
 @dataclass(frozen=True)
@@ -208,7 +201,7 @@ class AuditReport:
     engine: str
     method: str  # by which the bundle drafts
     drafts: str  # such as "3 mask slots"
-    noise: list[Noise] = field(default_factory=list)  # by step width
+    noise: list[Noise]  # by step width
     modes: list[ModeCounts] = field(default_factory=list)
     mismatches: list[GradedMismatch] = field(default_factory=list)
 
@@ -260,7 +253,6 @@ class AuditReport:
 
 def _one_digit(number: float) -> str:
     """A number with one significant digit, such as 2e-05."""
-
     return f"{number:.0e}" if number else "0"
 
 
@@ -278,28 +270,34 @@ def audit(
 
     No other request may run on the runtime meanwhile: the audit also feeds its engine directly.
     """
-    groups = groups_for(runtime.bundle.manifest, runtime.exactness, max_tokens)
-    plain = []
-    for group in groups:
-        on_progress(f"generating {len(prompts)} completions: {group.plain.name}")
-        plain.append(generate(runtime, [(prompt, group.plain) for prompt in prompts]))
+    manifest, count = runtime.bundle.manifest, len(prompts)
+    plain: list[tuple[ModeGroup, list[AuditCompletion]]] = []
+    for group in groups_for(manifest, runtime.exactness, max_tokens):
+        on_progress(f"generating {count} completions: {group.plain.name}")
+        plain.append((group, generate(runtime, [(prompt, group.plain) for prompt in prompts])))
     on_progress("measuring the noise of other step widths")
-    manifest = runtime.bundle.manifest
+    threads = [completion.threads[()] for completion in plain[0][1] if not completion.error]
+    noise = measure(runtime.engine, threads, manifest.native)
     drafts = drafts_in_words(manifest.drafts.max_tokens, PREDICTOR_NAMES[manifest.drafts.predictor])
-    report = AuditReport(_engine_name(runtime), manifest.drafts.name, drafts)
-    threads = [completion.threads[()] for completion in plain[0] if not completion.error]
-    report.noise = measure(runtime.engine, threads, runtime.bundle.manifest.native)
-    audits = [
-        _GroupAudit(runtime, group, completions, prompts, report, max_tokens)
-        for group, completions in zip(groups, plain, strict=True)
-    ]
-    for group_audit in audits:
-        group_audit.verify_plain(on_progress)
-    for group_audit in audits:
-        group_audit.verify_drafted(on_progress)
-    if runtime.engine.requests > 1:
-        _verify_batched(runtime, audits, prompts, on_progress)
-    return report
+    verifier = _Verifier(
+        runtime, prompts, max_tokens, AuditReport(_engine_name(runtime), manifest.drafts.name, drafts, noise)
+    )
+    for group, completions in plain:
+        on_progress(f"verifying {count} completions: {group.plain.name}")
+        verifier.verify(group.plain, completions)
+    for group, completions in plain:
+        for mode in group.drafted:
+            on_progress(f"generating {count} completions: {mode.name}")
+            verifier.verify(mode, generate(runtime, [(prompt, mode) for prompt in prompts]), completions)
+    if runtime.engine.requests > 1:  # all modes concurrently, so that they share engine calls
+        modes = [(mode, completions) for group, completions in plain for mode in (group.plain, *group.drafted)]
+        jobs = [(prompt, mode) for prompt in prompts for mode, _ in modes]
+        on_progress(f"generating {len(jobs)} completions of all modes, {runtime.engine.requests} at a time")
+        batched = generate(runtime, jobs, batched=True)
+        on_progress("verifying them")
+        for number, (mode, completions) in enumerate(modes):
+            verifier.verify(mode, batched[number :: len(modes)], completions, runtime.engine.requests)
+    return verifier.report
 
 
 def _engine_name(runtime: Runtime) -> str:
@@ -308,92 +306,40 @@ def _engine_name(runtime: Runtime) -> str:
     return ", ".join((type(engine).__name__, engine.device, signature.dtype, signature.lowering, *drafts))
 
 
-def _verify_batched(
-    runtime: Runtime,
-    audits: Sequence[_GroupAudit],
-    prompts: Sequence[TokenizedPrompt],
-    on_progress: Callable[[str], None],
-) -> None:
-    """Generate completions of all modes concurrently, so that they share engine calls, and verify them."""
-    modes = [(group_audit, mode) for group_audit in audits for mode in group_audit.modes]
-    jobs = [(prompt, mode) for prompt in prompts for _, mode in modes]
-    on_progress(f"generating {len(jobs)} completions of all modes, {runtime.engine.requests} at a time")
-    completions = generate(runtime, jobs, batched=True)
-    on_progress("verifying them")
-    for number, (group_audit, mode) in enumerate(modes):
-        counts = group_audit.add_counts(mode, runtime.engine.requests)
-        group_audit.verify(counts, completions[number :: len(modes)])
+@dataclass(frozen=True)
+class _Verifier:
+    """Verifies the completions of one mode after the other, and reports their mismatches."""
 
+    runtime: Runtime
+    prompts: Sequence[TokenizedPrompt]
+    max_tokens: int
+    report: AuditReport
 
-class _GroupAudit:
-    """Compares the completions of one group of modes with those of its plain decoding."""
-
-    def __init__(
+    def verify(
         self,
-        runtime: Runtime,
-        group: ModeGroup,
-        plain: Sequence[AuditCompletion],
-        prompts: Sequence[TokenizedPrompt],
-        report: AuditReport,
-        max_tokens: int,
+        mode: AuditMode,
+        completions: Sequence[AuditCompletion],
+        plain: Sequence[AuditCompletion] | None = None,
+        requests: int = 1,
     ) -> None:
-        self._runtime, self._group, self._plain, self._prompts = runtime, group, plain, prompts
-        self._report, self._max_tokens = report, max_tokens
-        self._rule: SelectionRule = selection_rule(group.plain.decoding, runtime.bundle.manifest.tokens)
-        self._noise = noise_of(report.noise)
-
-    @property
-    def modes(self) -> tuple[AuditMode, ...]:
-        return (self._group.plain, *self._group.drafted)
-
-    def verify_plain(self, on_progress: Callable[[str], None]) -> None:
-        """Verify the plain completions by logits that are computed again."""
-        on_progress(f"verifying {len(self._plain)} completions: {self._group.plain.name}")
-        self.verify(self.add_counts(self._group.plain, reference=True), self._plain)
-
-    def verify_drafted(self, on_progress: Callable[[str], None]) -> None:
-        """Generate the completions of each other mode, one request at a time, and verify them."""
-        for mode in self._group.drafted:
-            on_progress(f"generating {len(self._prompts)} completions: {mode.name}")
-            completions = generate(self._runtime, [(prompt, mode) for prompt in self._prompts])
-            self.verify(self.add_counts(mode), completions)
-
-    def add_counts(self, mode: AuditMode, requests: int = 1, reference: bool = False) -> ModeCounts:
-        """A new row of the report."""
-        counts = ModeCounts(mode.name, requests, reference)
-        self._report.modes.append(counts)
-        return counts
-
-    def verify(self, counts: ModeCounts, completions: Sequence[AuditCompletion]) -> None:
-        """Count completions, one per prompt in order, and report their mismatches."""
+        """Verify completions, one per prompt in order, by those of plain decoding, or plain ones by their logits alone."""
+        counts = ModeCounts(mode.name, requests, reference=plain is None)
+        self.report.modes.append(counts)
+        rule = selection_rule(mode.decoding, self.runtime.bundle.manifest.tokens)
         for index, completion in enumerate(completions):
-            prompt, plain = self._prompts[index], None if counts.reference else self._plain[index]
-            mismatches = self._mismatches(completion, plain, len(prompt.tokens) + self._max_tokens)
+            limit = len(self.prompts[index].tokens) + self.max_tokens
+            mismatches = self._mismatches(rule, completion, None if plain is None else plain[index], limit)
             counts.completions += 1
             counts.tokens += completion.tokens
             counts.steps += completion.steps
-            counts.identical += not mismatches and not completion.error
+            counts.identical += not mismatches
             for mismatch in mismatches:
-                self._report.mismatches.append(self._graded(counts, index, completion, mismatch))
-
-    def _graded(
-        self, counts: ModeCounts, index: int, completion: AuditCompletion, mismatch: TokenDifference
-    ) -> GradedMismatch:
-        """Count a mismatch by its grade, and show its text."""
-
-        def text(tokens: Sequence[int]) -> str:
-            return str(self._runtime.tokenizer.decode(list(tokens), skip_special_tokens=False))
-
-        mismatch = replace(mismatch, allowed=_BOTH_TOKENS * self._noise)
-        counts.add(mismatch)
-        thread, position = completion.threads.get(mismatch.path), mismatch.position
-        before = () if thread is None else thread.tokens[max(0, position - _CONTEXT) : position]
-        expected, found = ("" if token is None else text([token]) for token in (mismatch.expected, mismatch.found))
-        line = self._prompts[index].line
-        return GradedMismatch(counts.mode, counts.requests, index + 1, line, mismatch, text(before), expected, found)
+                graded = self._graded(counts, index, completion, mismatch)
+                counts.add(graded.mismatch)
+                self.report.mismatches.append(graded)
 
     def _mismatches(
-        self, completion: AuditCompletion, plain: AuditCompletion | None, limit: int
+        self, rule: SelectionRule, completion: AuditCompletion, plain: AuditCompletion | None, limit: int
     ) -> list[TokenDifference]:
         if completion.error:
             return [TokenDifference((), 0, 0, None, None, np.nan, reason=completion.error)]
@@ -403,62 +349,71 @@ class _GroupAudit:
             other = expected.get(path)
             if other is not None and other.tokens[: other.start] != thread.tokens[: thread.start]:
                 other = None  # its parent differs: the two cannot be compared
-            mismatches += find_mismatches(self._runtime.engine, self._rule, thread, limit, other)
+            mismatches += find_mismatches(self.runtime.engine, rule, thread, limit, other)
         return mismatches
+
+    def _graded(
+        self, counts: ModeCounts, index: int, completion: AuditCompletion, mismatch: TokenDifference
+    ) -> GradedMismatch:
+        """A mismatch with what the noise allows, and its text."""
+
+        def text(tokens: Sequence[int]) -> str:
+            return str(self.runtime.tokenizer.decode(list(tokens), skip_special_tokens=False))
+
+        mismatch = replace(mismatch, allowed=_BOTH_TOKENS * noise_of(self.report.noise))
+        thread, position = completion.threads.get(mismatch.path), mismatch.position
+        before = () if thread is None else thread.tokens[max(0, position - _CONTEXT) : position]
+        expected, found = ("" if token is None else text([token]) for token in (mismatch.expected, mismatch.found))
+        line = self.prompts[index].line
+        return GradedMismatch(counts.mode, counts.requests, index + 1, line, mismatch, text(before), expected, found)
 
 
 @dataclass(frozen=True)
 class AuditOptions:
     """What is audited, and how the engine is opened."""
 
-    max_tokens: int = 128  # per completion
-    limit: int | None = None  # number of prompts; None: all of the file
+    max_tokens: int = option(128, "Maximum number of generated tokens per prompt.", 1)
+    limit: int | None = option(None, "Use the first N prompts only.", 1)
+    max_requests: int | None = option(
+        None,
+        "Concurrent requests of the batched runs.",
+        unset=f"{DEFAULT_REQUESTS}, or the maximum of the bundle's engines",
+    )
     max_seq_len: int | None = None
-    max_requests: int | None = None  # concurrent requests; None: 4, or as many as the engines of the bundle take
+    backend: str = "auto"
     threads: int = 0
     trust_engines: bool = False
     allow_links: bool = False  # whether files of the bundle may be links
 
     def __post_init__(self) -> None:
-        for name, value in (("--max-tokens", self.max_tokens), ("--limit", self.limit)):
-            if value is not None and value < 1:
-                raise OptionFault(f"{name} is {value}: expected at least 1")
-
-
-def audit_bundle(
-    bundle: Path, prompt_file: Path, backend: str, options: AuditOptions, on_progress: Callable[[str], None]
-) -> AuditReport:
-    """The audit of a bundle on a backend over a prompt file."""
-    prompts = read_prompts(prompt_file)[: options.limit]
-    on_progress("opening the bundle")
-    requests = options.max_requests
-    with Runtime.open(
-        bundle,
-        backend=backend,
-        max_seq_len=options.max_seq_len,
-        max_requests=requests_for(read_manifest(bundle, options.allow_links)) if requests is None else requests,
-        threads=options.threads,
-        trust_engines=options.trust_engines,
-        allow_links=options.allow_links,
-        step_costs="free",  # always draft: a draft that is skipped shows no fault
-    ) as runtime:
-        for note in runtime.notes:
-            on_progress(note)
-        tokenized = tokenize_prompts(runtime, prompts, options.max_tokens, prompt_file)
-        return audit(runtime, tokenized, options.max_tokens, on_progress)
+        check_options(self)
 
 
 def audit_bundles(
-    bundles: Sequence[Path], prompt_file: Path, backend: str, options: AuditOptions, on_progress: Callable[[str], None]
+    bundles: Sequence[Path], prompt_file: Path, options: AuditOptions, on_progress: Callable[[str], None]
 ) -> dict[Path, AuditReport]:
-    """The audits of several bundles over the same prompts, by bundle; all manifests are checked before the first audit."""
-    read_prompts(prompt_file)
-    for bundle in bundles:
-        seq_len(read_manifest(bundle, options.allow_links), options.max_seq_len)
-    reports = {}
-    for bundle in bundles:
+    """The audits of bundles over the same prompts, by bundle; all manifests are checked before the first audit."""
+    prompts = read_prompts(prompt_file)[: options.limit]
+    manifests = {bundle: read_manifest(bundle, options.allow_links) for bundle in bundles}
+    for manifest in manifests.values():
+        seq_len(manifest, options.max_seq_len)
+    reports, requests = {}, options.max_requests
+    for bundle, manifest in manifests.items():
         on_progress(f"auditing {bundle}")
-        reports[bundle] = audit_bundle(bundle, prompt_file, backend, options, on_progress)
+        with Runtime.open(
+            bundle,
+            backend=options.backend,
+            max_seq_len=options.max_seq_len,
+            max_requests=requests_for(manifest) if requests is None else requests,
+            threads=options.threads,
+            trust_engines=options.trust_engines,
+            allow_links=options.allow_links,
+            step_costs="free",  # always draft: a draft that is skipped shows no fault
+        ) as runtime:
+            for note in runtime.notes:
+                on_progress(note)
+            tokenized = tokenize_prompts(runtime, prompts, options.max_tokens, prompt_file)
+            reports[bundle] = audit(runtime, tokenized, options.max_tokens, on_progress)
     return reports
 
 

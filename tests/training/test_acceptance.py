@@ -11,6 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from spaceport.graphs.contract.draft_methods import LOOKUP_KINDS, MaskLayout
+from spaceport.graphs.contract.faults import InputFault
 from spaceport.graphs.contract.manifest import TokenIds
 from spaceport.runtime.bundle import Bundle
 from spaceport.runtime.decode.sources import Acceptance, Continuation, Lookup, common
@@ -103,7 +104,8 @@ def test_kinds_are_measured_apart_and_a_plain_text_is_a_prompt_by_its_first_toke
         prompts = draft_prompts(runtime, texts, tmp_path)
         whole = [tuple(runtime.tokens_of(one.prompt)) for one in texts]
         assert [one.tokens for one in prompts] == [whole[0], whole[1][:32], whole[2][: len(whole[2]) // 2]]
-        assert draft_prompts(runtime, [AuditPrompt(1, ({"role": "user", "content": long},))], tmp_path) == []
+        with pytest.raises(InputFault, match="none of its 1 prompts has less than 128 tokens"):
+            draft_prompts(runtime, [AuditPrompt(1, ({"role": "user", "content": long},))], tmp_path)
         found = measure(runtime, prompts, 24)
         apart = [measure(runtime, [one], 24).all for one in prompts]
     assert found.kinds == {"code": apart[0], "text": apart[1]}

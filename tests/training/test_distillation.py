@@ -106,7 +106,7 @@ def test_sampled_answers_are_the_same_however_many_are_generated_at_the_same_tim
         texts.append([record["messages"][1]["content"] for record in records(out)])
     assert texts[0] == texts[1]
     assert len(set(texts[0])) == 6  # each line has a seed of its own
-    with pytest.raises(OptionFault, match="--temperature is -1: expected 0 to 100"):
+    with pytest.raises(OptionFault, match="temperature is -1: expected a number from 0 to 100"):
         DistillOptions(temperature=-1)
 
 
@@ -175,7 +175,9 @@ def test_mistakes_are_refused_before_anything_is_generated(tiny_bundle: Path, tm
 
     refused(INPUT, f"{out}: exists: replace it with --overwrite, or choose another output")
     refused(USAGE, f"{prompts}: is the prompt file: choose another output", prompts, "--overwrite")
-    refused(USAGE, "--max-tokens is 0: expected at least 1", tmp_path / "other.jsonl", "--max-tokens", "0")
+    refused(
+        USAGE, "--max-tokens is 0: expected a whole number of at least 1", tmp_path / "other.jsonl", "--max-tokens", "0"
+    )
     assert out.read_text("utf-8") == "mine"
     assert not partial_file(out).exists()
     assert distill(tiny_bundle, prompts, out, "--overwrite", "--max-tokens", "2") == OK

@@ -12,10 +12,9 @@ from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
 from spaceport.graphs.contract.manifest import TokenIds
 from spaceport.training import samples
-from spaceport.training.conversation_encoder import ConversationError, conversation_encoder
 from spaceport.training.conversations import Conversation, Turn
 from spaceport.training.packing import successors
-from spaceport.training.samples import NO_PARENT, Prepared, Sample, prepare
+from spaceport.training.samples import NO_PARENT, ConversationError, Prepared, Sample, conversation_encoder, prepare
 from support.paths import TINY
 
 BOS, EOS, START, END, MASK, FORK, CHILD = 0, 1, 2, 3, 4, 628, 629

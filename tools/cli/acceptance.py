@@ -12,14 +12,13 @@ import click
 from spaceport.exporter.checkpoint_files import SAR_FILE, save_acceptance
 from spaceport.graphs.contract.draft_methods import PREDICTOR_NAMES, drafts_in_words
 from spaceport.graphs.contract.faults import InputFault, OptionFault
-from spaceport.runtime.sampling.sampler import Sampling
-from spaceport.runtime.session import Runtime
 from spaceport.tools.cli.options import (
     PATH,
     BeforeLast,
     Sectioned,
     adapter_option,
     backend_option,
+    declared_options,
     json_option,
     max_seq_len_option,
     remote_code_option,
@@ -27,16 +26,16 @@ from spaceport.tools.cli.options import (
 )
 from spaceport.tools.terminal.screen import show_json, show_table, stages
 from spaceport.training.acceptance import (
+    AcceptanceOptions,
     DraftPrompt,
     MeasuredDrafts,
     ModelSource,
-    SourceOptions,
     draft_prompts,
     find_source,
     is_checkpoint,
     measure,
 )
-from spaceport.verify.prompts import AuditPrompt, read_prompts
+from spaceport.verify.prompts import read_prompts
 
 _DEPTHS = 8  # columns; --json has all
 _SHOWN = 10  # progress lines, about
@@ -52,65 +51,44 @@ class AcceptanceCommand(Sectioned):
 @click.argument("models", cls=BeforeLast, metavar="CHECKPOINT|BUNDLE...", nargs=-1, required=True, type=PATH)
 @click.argument("data", type=PATH)
 @adapter_option
-@click.option("--limit", type=int, metavar="N", help="Use the first N prompts of DATA only.")
-@click.option("--max-tokens", default=256, show_default=True, metavar="N", help="Maximum number of tokens per answer.")
-@click.option(
-    "--temperature", default=0.0, show_default=True, metavar="T", help="Sampling temperature; 0 = greedy answers."
-)
+@declared_options(AcceptanceOptions, defaults=True)
 @max_seq_len_option
 @backend_option
 @threads_option
 @remote_code_option
 @click.option("--save", is_flag=True, help="Store the rates in sar_config.json of the checkpoint or adapter.")
 @json_option("the numbers")
-def command(
-    models: tuple[Path, ...],
-    data: Path,
-    adapter: Path | None,
-    limit: int | None,
-    max_tokens: int,
-    temperature: float,
-    max_seq_len: int | None,
-    backend: str,
-    threads: int,
-    save: bool,
-    trust_remote_code: bool,
-    as_json: bool,
-) -> None:
+def command(models: tuple[Path, ...], data: Path, save: bool, as_json: bool, **given: Any) -> None:
     """Measure which share of the draft tokens of mask slots or heads is accepted, by depth, and the tokens per step.
 
     The drafts are those of the model's own answers. DATA has one prompt per line: plain text, or JSON with
     "messages", "prompt" or "text", as `spaceport tune` reads; a line may have a "kind", and each kind has a row of its
     own. A checkpoint runs in PyTorch, a bundle on its backend. Several models are compared in one table.
     """
-    for name, value in (("--limit", limit), ("--max-tokens", max_tokens)):
-        if value is not None and value < 1:
-            raise OptionFault(f"{name} is {value}: expected at least 1")
-    if len(models) > 1 and (adapter is not None or save):
+    options = AcceptanceOptions(**given)
+    if len(models) > 1 and (options.adapter is not None or save):
         name = "--save" if save else "--adapter"
         raise OptionFault(f"{name} with several models: expected one CHECKPOINT with it; measure one model at a time")
+    temperature = options.temperature
     if save and temperature:
         raise OptionFault(
             f"--save with --temperature {temperature:g}: expected greedy answers: leave --temperature out"
         )
-    Sampling(temperature=temperature)  # raises for a temperature that is out of range
-    storage = _storage(models[0], adapter) if save else None
-    options = SourceOptions(backend, max_seq_len, threads, trust_remote_code, adapter)
+    storage = _storage(models[0], options.adapter) if save else None
     found: list[tuple[ModelSource, MeasuredDrafts]] = []
     with stages() as stage:
-        prompts = read_prompts(data)[:limit]
+        prompts = read_prompts(data)[: options.limit]
         stage("reading the models' configurations")
         for source in [find_source(model, options) for model in models]:
             stage(f"opening {source.path}")
             with source.open() as runtime:
-                announced = _announced(_fitting(runtime, prompts, data), stage)
-                found.append((source, measure(runtime, announced, max_tokens, temperature)))
+                announced = _announced(draft_prompts(runtime, prompts, data), stage)
+                found.append((source, measure(runtime, announced, options.max_tokens, temperature)))
     if storage is not None:
         _save(found[0][1], storage, data)
     if as_json:
-        show_json(
-            {"max_tokens": max_tokens, "temperature": temperature, "models": [_as_dict(*model) for model in found]}
-        )
+        measured = [_as_dict(*model) for model in found]
+        show_json({"max_tokens": options.max_tokens, "temperature": temperature, "models": measured})
     else:
         _show(found, temperature)
 
@@ -125,14 +103,6 @@ def _storage(model: Path, adapter: Path | None) -> Path:
             "rates; the digests of a bundle forbid changes: export the checkpoint again after --save"
         )
     return model
-
-
-def _fitting(runtime: Runtime, prompts: Sequence[AuditPrompt], data: Path) -> list[DraftPrompt]:
-    """The prompts that fit into the context."""
-    fitting = draft_prompts(runtime, prompts, data)
-    if not fitting:
-        raise InputFault(f"{data}: none of its {len(prompts)} prompts has less than {runtime.max_seq_len} tokens")
-    return fitting
 
 
 def _announced(prompts: Sequence[DraftPrompt], stage: Callable[[str], None]) -> Iterator[DraftPrompt]:

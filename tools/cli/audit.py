@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import ClassVar
+from typing import Any, ClassVar
 
 import click
 
@@ -16,13 +16,14 @@ from spaceport.tools.cli.options import (
     Sectioned,
     allow_links_option,
     backend_option,
+    declared_options,
     json_option,
     max_seq_len_option,
     threads_option,
     trust_engines_option,
 )
 from spaceport.tools.terminal.screen import show_json, show_table, stages
-from spaceport.verify.audit import DEFAULT_REQUESTS, AuditOptions, AuditReport, GradedMismatch, audit_bundles
+from spaceport.verify.audit import AuditOptions, AuditReport, GradedMismatch, audit_bundles
 
 _SHOWN = 10  # mismatches; --json has all
 
@@ -36,39 +37,14 @@ class Audit(Sectioned):
 @click.command("audit", cls=Audit)
 @click.argument("bundles", cls=BeforeLast, metavar="BUNDLE...", nargs=-1, required=True, type=PATH)
 @click.argument("prompts", type=PATH)
-@click.option(
-    "--max-tokens",
-    default=AuditOptions.max_tokens,
-    show_default=True,
-    metavar="N",
-    help="Maximum number of generated tokens per prompt.",
-)
-@click.option("--limit", type=int, metavar="N", help="Use the first N prompts only.")
+@declared_options(AuditOptions, defaults=True)
 @max_seq_len_option
-@click.option(
-    "--max-requests",
-    type=int,
-    metavar="N",
-    help=f"Concurrent requests of the batched runs; default: {DEFAULT_REQUESTS}, or the maximum of the bundle's engines.",
-)
 @backend_option
 @threads_option
 @trust_engines_option
 @allow_links_option
 @json_option("the report")
-def command(
-    bundles: tuple[Path, ...],
-    prompts: Path,
-    backend: str,
-    max_tokens: int,
-    limit: int | None,
-    max_seq_len: int | None,
-    max_requests: int | None,
-    threads: int,
-    trust_engines: bool,
-    allow_links: bool,
-    as_json: bool,
-) -> int:
+def command(bundles: tuple[Path, ...], prompts: Path, as_json: bool, **given: Any) -> int:
     """Verify that the output of every draft mode equals plain decoding for the prompts in PROMPTS, on one backend.
 
     PROMPTS has one prompt per line: plain text, or JSON with "messages", "prompt" or "text". Draft modes
@@ -76,19 +52,19 @@ def command(
     plain decoding chooses; near-ties, within the rounding noise of the engine, are counted apart. Several bundles are
     audited one after the other, and compared in one table.
     """
-    options = AuditOptions(max_tokens, limit, max_seq_len, max_requests, threads, trust_engines, allow_links)
-    bundles = tuple(bundle_at(bundle) for bundle in bundles)
+    options = AuditOptions(**given)
+    opened = [bundle_at(bundle) for bundle in bundles]
     with stages() as stage:
-        reports = audit_bundles(bundles, prompts, backend, options, stage)
+        reports = audit_bundles(opened, prompts, options, stage)
     passed = all(report.passed for report in reports.values())
     if len(reports) > 1:
         show_several(reports, passed, as_json)
-        return OK if passed else ACCURACY
-    (report,) = reports.values()
-    if as_json:
-        show_json(report.as_dict())
     else:
-        show(report)
+        (report,) = reports.values()
+        if as_json:
+            show_json(report.as_dict())
+        else:
+            show(report)
     return OK if passed else ACCURACY
 
 

@@ -13,6 +13,7 @@ from spaceport.tools.cli.options import (
     Sectioned,
     backend_option,
     bundle_argument,
+    declared_options,
     json_option,
     max_seq_len_option,
     overwrite_option,
@@ -20,7 +21,7 @@ from spaceport.tools.cli.options import (
     trust_engines_option,
 )
 from spaceport.tools.terminal.screen import show_json
-from spaceport.training.distill import DEFAULT_REQUESTS, DistillOptions, distill, partial_file
+from spaceport.training.distill import DistillOptions, distill, partial_file
 
 
 class Distill(Sectioned):
@@ -33,26 +34,7 @@ class Distill(Sectioned):
 @bundle_argument
 @click.argument("prompts", type=PATH)
 @click.argument("out", type=PATH)
-@click.option(
-    "--max-tokens",
-    default=DistillOptions.max_tokens,
-    show_default=True,
-    metavar="N",
-    help="Maximum number of tokens of an answer.",
-)
-@click.option(
-    "--temperature",
-    default=DistillOptions.temperature,
-    show_default=True,
-    metavar="T",
-    help="Sampling temperature; 0 = greedy answers.",
-)
-@click.option(
-    "--max-requests",
-    type=int,
-    metavar="N",
-    help=f"Answers that are generated at the same time; default: {DEFAULT_REQUESTS}, or the maximum of the bundle's engines.",
-)
+@declared_options(DistillOptions, defaults=True)
 @max_seq_len_option
 @backend_option
 @threads_option

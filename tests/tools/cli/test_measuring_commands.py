@@ -133,7 +133,7 @@ def test_saved_rates_are_those_of_the_measurement(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("models", "options", "message"),
     [
-        ("B", "--limit 0", "--limit is 0: expected at least 1"),
+        ("B", "--limit 0", "--limit is 0: expected a whole number of at least 1"),
         ("B", "--max-seq-len 1", "--max-seq-len is 1: expected 2 to 1024"),
         ("B", "--save", "--save with .*: expected a checkpoint folder"),
         ("B", "--temperature -1", "temperature is -1.0: expected"),
@@ -300,7 +300,7 @@ def test_mistakes_are_one_line_before_an_audit(
         "expected a prompt file",
     )
     for words, code, message in (
-        (arguments(tiny_bundle, prompts, "--max-tokens", 0), USAGE, "--max-tokens is 0: expected at least 1"),
+        (arguments(tiny_bundle, prompts, "--max-tokens", 0), USAGE, "--max-tokens is 0: expected a whole number"),
         (arguments(tiny_bundle, prompts, "--max-requests", 0), USAGE, "--max-requests is 0: expected 1 to 1024"),
         (arguments(tiny_bundle, prompts, "--max-seq-len", 60), INPUT, r"line 1: 4\d prompt tokens and .* is 60:"),
         (["audit", str(tiny_bundle), str(none), str(prompts)], INPUT, no_bundle),

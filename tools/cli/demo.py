@@ -179,7 +179,7 @@ def compare(runtime: Runtime, prompts: Mapping[str, Prompt], max_tokens: int) ->
     rows = [row for number, name in enumerate(prompts) for row in rows_of(name, number, modes, measured)]
     show_table("", COLUMNS, rows)
     click.echo(f"\n{LEGEND}")
-    return not measured.outputs.differences
+    return not measured.differences
 
 
 def rows_of(name: str, prompt: int, modes: Sequence[DecodeMode], measured: DecodeMeasurements) -> Iterator[_Row]:
@@ -188,7 +188,7 @@ def rows_of(name: str, prompt: int, modes: Sequence[DecodeMode], measured: Decod
         mode: [one.statistics for one in measured.completions if (one.mode, one.prompt) == (mode.name, prompt)]
         for mode in modes
     }
-    different = {one.mode for one in measured.outputs.differences if one.line == prompt}
+    different = {one.mode for one in measured.differences if one.line == prompt}
     plain = runs[modes[0]]
     for mode, found in runs.items():
         if mode.decoding.fork and found[0].threads == 1:

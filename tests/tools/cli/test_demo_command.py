@@ -54,7 +54,7 @@ def test_a_text_that_forks_has_four_rows_and_differences_are_shown_where_they_ar
 ) -> None:
     def planted(*given: Any) -> DecodeMeasurements:
         measured = measure_modes(*given)
-        measured.outputs.differences.append(different)
+        measured.differences.append(different)
         return measured
 
     different = OutputDifference("forked+drafted", "forked", 0.0, 1, 0, TokenDifference((0,), 9, 6, None, 99))

@@ -35,16 +35,13 @@ class SyntheticTexts:
             TokenizedPrompt(number, tuple(text[:context].tolist())) for number, text in enumerate(self.tokens, 1)
         )
 
-    def following(self, text: NDArray[np.int64], positions: NDArray[np.int64]) -> NDArray[np.int64]:
-        """The tokens of texts at these positions, or their last ones."""
-        return self.tokens[text, np.minimum(positions, self.tokens.shape[1] - 1)]
-
     def guessed(
         self, text: NDArray[np.int64], origin: NDArray[np.int64], depths: NDArray[np.int64], target: NDArray[np.int64]
     ) -> NDArray[np.int64]:
         """What mask slots or heads after the tokens at `origin` predict for `target`: right or another token."""
-        wrong = depths >= self.right[text, np.clip(origin, 0, self.right.shape[1] - 1)]
-        following = self.following(text, target)
+        last = self.tokens.shape[1] - 1
+        wrong = depths >= self.right[text, np.clip(origin, 0, last)]
+        following: NDArray[np.int64] = self.tokens[text, np.minimum(target, last)]
         others = np.searchsorted(self.vocabulary, following) + len(self.vocabulary) // 2
         return np.where(wrong, self.vocabulary[others % len(self.vocabulary)], following)
 

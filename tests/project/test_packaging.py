@@ -12,7 +12,6 @@ import tarfile
 import zipfile
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 
 import pytest
@@ -171,7 +170,9 @@ def unpacked(sdist: Path, folder: Path) -> Path:
 
 
 @pytest.mark.slow
-def test_the_wheel_holds_every_file_and_nothing_else(built: Built) -> None:
+def test_the_wheel_holds_every_file_for_this_system_and_every_python(built: Built) -> None:
+    platform = sysconfig.get_platform().replace("-", "_").replace(".", "_") if compiler() else "any"
+    assert built.wheel.name == f"spaceport-{spaceport.__version__}-py3-none-{platform}.whl"
     with zipfile.ZipFile(built.wheel) as wheel:
         names = {name for name in wheel.namelist() if ".dist-info/" not in name}
         info = f"spaceport-{spaceport.__version__}.dist-info"
@@ -191,12 +192,6 @@ def test_the_sdist_holds_every_file(built: Built) -> None:
     sources = {f"kernels/{path.name}" for path in [*SOURCES.glob("*.h"), *SOURCES.glob("*.cpp")]}
     assert {name for name in names if name.startswith("kernels/") and not name.endswith(".py")} == sources
     assert [name for name in names if name.startswith("tests/")] == []
-
-
-@pytest.mark.slow
-def test_a_wheel_with_native_operators_is_for_this_system_and_every_python(built: Built) -> None:
-    platform = sysconfig.get_platform().replace("-", "_").replace(".", "_") if compiler() else "any"
-    assert built.wheel.name == f"spaceport-{spaceport.__version__}-py3-none-{platform}.whl"
 
 
 @pytest.mark.slow
@@ -294,13 +289,3 @@ def test_the_wheel_generates_in_an_empty_environment(built: Built, tiny_bundle: 
     missing = started((program, "generate", TINY, *prompt), tmp_path, environment)
     assert missing.returncode == MISSING
     assert re.search(r"its export needs the package torch, which is not installed: pip .*\[export\]", missing.stderr)
-
-
-def test_the_editable_install_is_the_checkout(tmp_path: Path) -> None:
-    try:
-        version("spaceport")
-    except PackageNotFoundError:
-        pytest.skip("spaceport is on the path and not installed: make venv")
-    where = "import spaceport, spaceport.runtime as r; print(spaceport.__file__, r.__file__, sep='\\n')"
-    found = [Path(line).resolve() for line in run((sys.executable, "-I", "-c", where), tmp_path).splitlines()]
-    assert found == [ROOT / "src/spaceport/__init__.py", ROOT / "runtime/__init__.py"]

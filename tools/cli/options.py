@@ -25,8 +25,6 @@ class _Duration(click.ParamType[float]):
     name = "duration"
 
     def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> float:
-        if isinstance(value, (int, float)):
-            return float(value)
         parts = re.fullmatch(r"(?=.)(?:(\d+)h)?(?:(\d+)m)?(?:(\d+)s)?", value)
         if parts is None:
             self.fail(f"{value!r}: expected hours, minutes and seconds such as 1h30m, 100m or 90s", param, ctx)

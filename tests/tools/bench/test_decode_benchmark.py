@@ -13,11 +13,10 @@ from spaceport.graphs.contract.draft_methods import DraftMethod
 from spaceport.graphs.contract.faults import OptionFault
 from spaceport.graphs.contract.manifest import Manifest
 from spaceport.runtime.bundle import read_manifest
-from spaceport.runtime.comparison import TokenDifference
 from spaceport.runtime.decode.sequence_group import Statistics
 from spaceport.runtime.decoding import Decoding
 from spaceport.runtime.session import Runtime
-from spaceport.tools.bench.decode import DecodeResults, ModeSummary, Rate, Spread, mode_summaries
+from spaceport.tools.bench.decode import ModeSummary, Rate, Spread, mode_summaries
 from spaceport.tools.bench.decode_measuring import (
     MODES,
     PLAIN,
@@ -25,7 +24,6 @@ from spaceport.tools.bench.decode_measuring import (
     DecodeMode,
     DecodeOptions,
     MeasuredCompletion,
-    OutputDifference,
     measure_modes,
     modes_for,
     parse_modes,
@@ -36,7 +34,6 @@ from spaceport.verify.prompts import TokenizedPrompt
 Replayed = Callable[..., list[ModeSummary]]  # called with numbers of mask slots
 TWO_MODES = (DecodeMode(PLAIN, Decoding(), PLAIN), DecodeMode("default", Decoding(), PLAIN))
 PROMPTS = (TokenizedPrompt(2, (1, 2, 3)), TokenizedPrompt(7, (4,)))
-OPTIONS = DecodeOptions(rounds=2, temperatures=(0.0,))
 # Seconds of each completion by mode, round and prompt; the second prompt's completion is empty in both modes.
 SECONDS = {PLAIN: ((4.0, 1.0), (6.0, 1.0)), "default": ((2.0, 1.0), (2.0, 1.0))}
 DRAFTED = {
@@ -50,8 +47,8 @@ DRAFTED = {
 pytestmark = pytest.mark.on_change()  # runs thousands of steps
 
 
-def report(different: int = 0, options: DecodeOptions = OPTIONS, tokens_of_first: int = 12) -> DecodeResults:
-    """A report of given statistics."""
+def summaries() -> tuple[ModeSummary, ...]:
+    """The summaries of SECONDS and DRAFTED."""
     found = DecodeMeasurements()
     for mode, rounds in SECONDS.items():
         for number, row in enumerate(rounds, 1):
@@ -59,7 +56,7 @@ def report(different: int = 0, options: DecodeOptions = OPTIONS, tokens_of_first
             for prompt, seconds in enumerate(row):
                 statistics = Statistics(
                     steps=12 if mode == PLAIN else 8,
-                    tokens=0 if prompt else tokens_of_first,
+                    tokens=0 if prompt else 12,
                     engine_seconds=0.75 * seconds,
                     outside_seconds=0.25 * seconds,
                     first_token_seconds=seconds / 10,
@@ -68,12 +65,7 @@ def report(different: int = 0, options: DecodeOptions = OPTIONS, tokens_of_first
                     **({} if prompt or mode == PLAIN else DRAFTED),  # type: ignore[arg-type]
                 )
                 found.completions.append(MeasuredCompletion(mode, 0.0, number, prompt, statistics))
-    found.compared["default", 0.0] = 6
-    found.differences += [
-        OutputDifference("default", PLAIN, 0.0, 1, 7, TokenDifference((0,), 9, 6, None, 99))
-    ] * different
-    summaries = mode_summaries(found, TWO_MODES, PROMPTS, options)
-    return DecodeResults("x.bundle", "Engine, cpu", "a CPU", 2, options, 2, summaries, tuple(found.differences))
+    return mode_summaries(found, TWO_MODES, PROMPTS, DecodeOptions(rounds=2, temperatures=(0.0,)))
 
 
 def names_of(manifest: Manifest, names: tuple[str, ...] | None = None, fixed: tuple[int, ...] = ()) -> list[str]:
@@ -181,7 +173,7 @@ def test_the_inner_engine_computes_every_row(tiny_bundle: Path, monkeypatch: pyt
 
 
 def test_rates_are_medians_of_rounds_and_speedups_are_paired() -> None:
-    plain, default = report().modes
+    plain, default = summaries()
     assert plain.tokens_per_second == pytest.approx((12 / 5 + 12 / 7) / 2)
     assert default.tokens_per_second == pytest.approx(12 / 3)
     assert isinstance(default.throughput_ratio, Spread)

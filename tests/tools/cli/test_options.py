@@ -69,13 +69,6 @@ def test_help_command_shows_the_help_of_a_command(capsys: Shown, arguments: list
     assert shown_help(capsys, "help", *arguments) == shown_help(capsys, *arguments, "--help")
 
 
-def test_what_generate_prints_has_a_group_of_its_own(capsys: Shown) -> None:
-    groups = shown_help(capsys, "generate", "--help").split("\n\n")
-    (printed,) = [group for group in groups if "  --stats " in group]
-    assert printed.startswith("Output:\n")
-    assert "--json-schema" not in printed
-
-
 @pytest.mark.torch  # every command is imported
 @pytest.mark.parametrize("name", Commands.summaries)
 def test_help_lists_the_usual_options_of_commands_with_many_and_help_all_every_one(capsys: Shown, name: str) -> None:

@@ -113,7 +113,7 @@ _outputs = options(
 _engines = options(
     max_seq_len_option,
     max_slots_option,
-    limit_option(),
+    limit_option,
     backend_option,
     runtime_engine_options,
 )

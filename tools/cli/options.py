@@ -85,9 +85,31 @@ max_slots_option = click.option(
     help="KV cache slots of a request, for its prompt and the output of all its threads; default: --max-seq-len.",
 )
 
+
+def _limits(_: click.Context, __: click.Parameter, given: Sequence[str]) -> Limits:
+    """The limits with those that --limit names changed."""
+    changed: dict[str, int] = {}
+    for pair in given:
+        name, _, number = pair.partition("=")
+        if name not in DEFAULT_LIMITS.as_dict() or not (number.isascii() and number.isdigit()):
+            names = ", ".join(DEFAULT_LIMITS.as_dict())
+            raise OptionFault(f"--limit is {pair!r}: expected NAME=N with one of {names}")
+        changed[name] = int(number)
+    return replace(DEFAULT_LIMITS, **changed)
+
+
+limit_option = click.option(
+    "--limit",
+    "limits",
+    multiple=True,
+    callback=_limits,
+    metavar="NAME=N",
+    help="Raise or lower a limit of requests, such as stop_strings=32; `inspect` shows all; repeatable.",
+)
+
 _RUNTIME = (
     *("backend", "threads", "max_requests", "queue_limit", "max_seq_len", "max_slots", "prefix_cache", "step_costs"),
-    *("call_timeout", "trust_engines", "allow_links", "copy_weights"),
+    *("call_timeout", "trust_engines", "allow_links", "copy_weights", "limits"),
 )
 _ALL = "spaceport.all_options"  # entry of a context: --help-all is given
 _COLUMN = 24  # characters; the help of longer options starts on the next line
@@ -101,18 +123,6 @@ def json_option(what: str) -> Callable[[Any], Any]:
 def overwrite_option(what: str) -> Callable[[Any], Any]:
     """The flag --overwrite, for a command that writes a `what`."""
     return click.option("--overwrite", is_flag=True, help=f"Replace an existing {what}.")
-
-
-def limit_option(callback: Callable[..., Any] | None = None) -> Callable[[Any], Any]:
-    """The option --limit; `callback` checks it."""
-    return click.option(
-        "--limit",
-        "limits",
-        multiple=True,
-        callback=callback,
-        metavar="NAME=N",
-        help="Raise or lower a limit of requests, such as stop_strings=32; `inspect` shows all; repeatable.",
-    )
 
 
 def declared_options(
@@ -167,8 +177,7 @@ def _in_flags(text: str) -> str:
 
 def runtime_options(given: Mapping[str, Any]) -> dict[str, Any]:
     """The arguments of `Runtime.open` among the options of a command."""
-    limits = {"limits": limits_of(given["limits"])} if "limits" in given else {}
-    return {name: given[name] for name in _RUNTIME if name in given} | limits
+    return {name: given[name] for name in _RUNTIME if name in given}
 
 
 def declared_values(declaring: type, given: Mapping[str, Any]) -> dict[str, Any]:
@@ -267,18 +276,6 @@ def refuse_unused(context: click.Context, rules: Iterable[Unused]) -> None:
             source = context.get_parameter_source(option.name or "")
             if option.name in rule.names and source is click.core.ParameterSource.COMMANDLINE:
                 raise OptionFault(f"{option.opts[0]} has no effect {rule.condition}: {rule.remedy}, or leave it out")
-
-
-def limits_of(given: Sequence[str]) -> Limits:
-    """The limits with those that --limit names changed."""
-    changed: dict[str, int] = {}
-    for pair in given:
-        name, _, number = pair.partition("=")
-        if name not in DEFAULT_LIMITS.as_dict() or not (number.isascii() and number.isdigit()):
-            names = ", ".join(DEFAULT_LIMITS.as_dict())
-            raise OptionFault(f"--limit is {pair!r}: expected NAME=N with one of {names}")
-        changed[name] = int(number)
-    return replace(DEFAULT_LIMITS, **changed)
 
 
 def read_text(file: Path) -> str:

@@ -177,34 +177,6 @@ def is_running(process: int) -> bool:
     return False
 
 
-def busy_seconds() -> float:
-    """CPU time of all processes on the machine so far."""
-    fields = [int(part) for part in Path("/proc/stat").read_text("utf-8").split("\n", 1)[0].split()[1:]]
-    user, nice, system, _, _, irq, softirq, *_ = fields
-    return (user + nice + system + irq + softirq) / _TICKS
-
-
-class OtherProcesses:
-    """CPU time of the processes on the machine that are neither this one nor its children, from now on."""
-
-    def __init__(self, children: Sequence[subprocess.Popen[str]] = ()) -> None:
-        self._children, self._started = children, perf_counter()
-        self._before = self._seconds()
-
-    def cores(self) -> float | None:
-        """CPU time of these processes per second; None if the system does not count it."""
-        if self._before is None or (now := self._seconds()) is None:
-            return None
-        return max(0.0, now - self._before) / max(perf_counter() - self._started, 1e-9)
-
-    def _seconds(self) -> float | None:
-        """CPU time of these processes since the machine started."""
-        if not Path("/proc/stat").exists():
-            return None
-        running = [child.pid for child in self._children if child.poll() is None]
-        return busy_seconds() - process_time() - sum(cpu_seconds(Path(f"/proc/{pid}/stat")) for pid in running)
-
-
 @dataclass
 class Worker:
     """The running process of a subject."""
@@ -271,6 +243,15 @@ def start_worker(subject: Subject, threads: int, length: int, logs: Path) -> Wor
     return worker
 
 
+def other_seconds(workers: Sequence[Worker]) -> float:
+    """CPU time so far of all processes on the machine but this one and the workers."""
+    line = Path("/proc/stat").read_text("utf-8").split("\n", 1)[0]
+    user, nice, system, _, _, irq, softirq, *_ = map(int, line.split()[1:])
+    running = [worker.process.pid for worker in workers if worker.process.poll() is None]
+    own = process_time() + sum(cpu_seconds(Path(f"/proc/{pid}/stat")) for pid in running)
+    return (user + nice + system + irq + softirq) / _TICKS - own
+
+
 @dataclass
 class Measurements:
     """Everything that was measured."""
@@ -278,7 +259,7 @@ class Measurements:
     found: list[Measurement] = field(default_factory=list)
     failed: dict[str, str] = field(default_factory=dict)  # subject -> why it has no further figures
     versions: str = ""  # of the packages of all subjects
-    other_cores: float | None = None  # CPU time of other processes per second; None: not known
+    other_cores: float = 0.0  # CPU time of other processes per second
 
     def take_turns(self, workers: Sequence[Worker], workload: Workload, on_progress: OnProgress) -> None:
         """Record a warm-up, which is left out, and all rounds; the order of the subjects rotates from turn to turn."""
@@ -328,8 +309,8 @@ def measure(
             workers.append(worker := start_worker(subject, threads, workload.length, logs))
             stack.callback(worker.close)
             versions |= worker.versions
-        others = OtherProcesses([worker.process for worker in workers])
+        started, before = perf_counter(), other_seconds(workers)
         measured.take_turns(workers, workload, on_progress)
-        measured.other_cores = others.cores()
+        measured.other_cores = max(0.0, other_seconds(workers) - before) / (perf_counter() - started)
     measured.versions = ", ".join(f"{name} {version}" for name, version in versions.items())
     return measured

@@ -137,16 +137,10 @@ def solved_cells(solved: Sequence[bool], reference: Sequence[bool]) -> tuple[str
     return f"{passed} of {tasks}", share, f"{gained} / {lost}"
 
 
-@dataclass(frozen=True)
-class Answers:
-    """What a bundle wrote in one mode."""
-
-    texts: tuple[str, ...]
-    tokens_per_step: float
-
-
-def answers_of(bundle: Path, mode: Mode, tasks: Sequence[Task], most: int, at_once: int, threads: int) -> Answers:
-    """The greedy answers to all tasks."""
+def answers_of(
+    bundle: Path, mode: Mode, tasks: Sequence[Task], most: int, at_once: int, threads: int
+) -> tuple[list[str], float]:
+    """The greedy answers to all tasks, and the tokens per step."""
     with (
         Runtime.open(bundle, threads=threads, max_requests=at_once, max_seq_len=2048) as runtime,
         ThreadPoolExecutor(at_once) as pool,
@@ -155,7 +149,7 @@ def answers_of(bundle: Path, mode: Mode, tasks: Sequence[Task], most: int, at_on
         prompts = [[{"role": "user", "content": task.question}] for task in tasks]
         found = list(pool.map(lambda prompt: runtime.generate(prompt, decoding), prompts))
     steps = sum(one.statistics.steps for one in found)
-    return Answers(tuple(one.text for one in found), sum(len(one.tokens) for one in found) / steps)
+    return [one.text for one in found], sum(len(one.tokens) for one in found) / steps
 
 
 @click.command("benchmarks.quality", context_settings={"max_content_width": 110, "show_default": True})
@@ -197,15 +191,15 @@ def command(
     reference: list[bool] = []  # whether the first row solved each task
     with stages() as on_stage:
         for bundle in bundles:
-            first: tuple[str, ...] = ()
+            first: list[str] = []  # answers in the first mode
             for mode in chosen_modes:
                 on_stage(f"{bundle.name}, {mode.name}: {len(chosen)} tasks")
-                answers = answers_of(bundle, mode, chosen, max_tokens, requests, threads)
-                solved = [passes(task.program(text)) for task, text in zip(chosen, answers.texts, strict=True)]
-                first, reference = first or answers.texts, reference or solved
-                same = sum(one == other for one, other in zip(answers.texts, first, strict=True))
+                texts, per_step = answers_of(bundle, mode, chosen, max_tokens, requests, threads)
+                solved = [passes(task.program(text)) for task, text in zip(chosen, texts, strict=True)]
+                first, reference = first or texts, reference or solved
+                same = sum(one == other for one, other in zip(texts, first, strict=True))
                 equal = equal and same == len(chosen)
-                cells = (*solved_cells(solved, reference), f"{same} of {len(chosen)}", answers.tokens_per_step)
+                cells = (*solved_cells(solved, reference), f"{same} of {len(chosen)}", per_step)
                 rows.append((bundle.name, mode.name, *cells))
                 if target is not None:  # after each row: all of them take a while
                     write_result(target, _TITLE.format(len(chosen)), table, machine, versions, "benchmarks.quality")

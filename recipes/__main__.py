@@ -19,6 +19,11 @@ from spaceport.tools import cli
 
 LIST = "List five facts about {}. Number the items; each has a title, a colon and one sentence."  # the answers fork
 CODER_PROMPTS = Path(__file__).parent / "coder" / "prompts.jsonl"
+_TRAINING = "--method gated-lora --adapter-only --bf16 --batch-size 4 --micro-batch-size 2"
+_DRAFTS = (
+    "--mask-slots 4 --correction-rank 64 --drop-rate 0.3 --rank 32 --alpha 64 --target o_proj --target down_proj "
+    "--epochs 12 --learning-rate 1e-3"
+)
 _CLIENTS = 48  # prompts that are sampled at the same time
 
 
@@ -53,11 +58,8 @@ def coder(work: Path, base: Path, hours: float, answers: bool, trial: bool) -> N
         _answer(bundle, work, name, asked[of], f"--max-tokens {8 if trial else 200} --temperature {temperature}")
     if answers:
         return
-    common = "--method gated-lora --adapter-only --bf16 --batch-size 4 --micro-batch-size 2 --cutoff 640"
-    slots = "--mask-slots 4 --correction-rank 64 --drop-rate 0.3 --anchors 128"
-    layers = "--rank 32 --alpha 64 --target o_proj --target down_proj"
-    rate = f"--epochs 12 --learning-rate 1e-3 --time-budget {round(60 * hours)}m {work / 'sampled.jsonl'}"
-    _train(base, adapter, work / "train.jsonl", f"{common} {slots} {layers} {rate}", work, trial)
+    data = f"--cutoff 640 --anchors 128 --time-budget {round(60 * hours)}m {work / 'sampled.jsonl'}"
+    _train(base, adapter, work / "train.jsonl", f"{_DRAFTS} {data}", work, trial)
     _spaceport("acceptance", base, work / "validation.jsonl", "--adapter", adapter, "--save", "--max-tokens", 96)
 
 
@@ -83,13 +85,10 @@ def chat(work: Path, base: Path, prompts: int, trial: bool) -> None:
     for name, messages in asked.items():
         lines = [json.dumps({"prompt": text}) + "\n" for text in messages]
         _answer(bundle, work, name, lines, f"--max-tokens {400 if name == 'forks' else 160}")
-    common = "--method gated-lora --adapter-only --bf16 --batch-size 4 --micro-batch-size 2 --cutoff 768"
-    slots = "--mask-slots 4 --correction-rank 64 --drop-rate 0.3 --anchors 160"
-    layers = "--rank 32 --alpha 64 --target o_proj --target down_proj"
-    rate = "--epochs 12 --learning-rate 1e-3 --time-budget 96m"
-    _train(base, drafts, work / "train.jsonl", f"{common} {slots} {layers} {rate}", work, trial)
+    data = "--cutoff 768 --anchors 160 --time-budget 96m"
+    _train(base, drafts, work / "train.jsonl", f"{_DRAFTS} {data}", work, trial)
     forks = f"--objective apar --adapter {drafts} --unfork-rate 0.05 --epochs 6 --learning-rate 5e-2 --time-budget 12m"
-    _train(base, adapter, work / "forks.jsonl", f"{common} {forks}", work, trial)
+    _train(base, adapter, work / "forks.jsonl", f"{forks} --cutoff 768", work, trial)
     _spaceport("acceptance", base, work / "validation.jsonl", "--adapter", adapter, "--save", "--max-tokens", 96)
 
 
@@ -125,7 +124,7 @@ def _answer(bundle: Path, work: Path, name: str, lines: Sequence[str], options: 
 
 
 def _train(base: Path, target: Path, data: Path, options: str, work: Path, trial: bool) -> None:
-    more = [*options.split(), "--validation", work / "validation.jsonl"]
+    more = [*f"{_TRAINING} {options}".split(), "--validation", work / "validation.jsonl"]
     resumed = ["--resume"] if Path(f"{target}.training").exists() else []
     _make(target, "tune", base, target, data, *more, *(["--max-steps", 2] if trial else []), *resumed)
 

@@ -21,6 +21,7 @@ from accelerate.utils import DistributedType
 from spaceport.exporter.atomic_folder import writing
 from spaceport.exporter.checkpoint import TokenFlags, open_checkpoint, quiet_libraries
 from spaceport.exporter.checkpoint_files import save_acceptance
+from spaceport.exporter.interrupts import interrupts_handled
 from spaceport.graphs.contract.draft_methods import DraftAcceptance, measured_acceptance
 from spaceport.graphs.contract.faults import InputFault, OptionFault
 from spaceport.training.conversations import Conversation, read_conversations

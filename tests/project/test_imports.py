@@ -1,12 +1,11 @@
 """Imports: they run one way, between the layers of the package and to the libraries that each may use."""
 
 import ast
-import importlib.util
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
-from functools import cache
-from graphlib import CycleError, TopologicalSorter
+from graphlib import TopologicalSorter
+from importlib import import_module
 from pathlib import Path
 
 import pytest
@@ -86,10 +85,6 @@ LIBRARIES = {
 Sources = dict[str, str]  # dotted module -> its source
 
 
-def library(module: str) -> str:
-    return module.partition(".")[0]
-
-
 @dataclass(frozen=True)
 class Import:
     """One imported module, and where it is written; a relative one keeps its dots."""
@@ -103,7 +98,7 @@ class Import:
 
     @property
     def library(self) -> str:
-        return library(self.target)
+        return self.target.partition(".")[0]
 
 
 def sources_under(folder: Path, name: str) -> Sources:
@@ -115,6 +110,19 @@ def sources_under(folder: Path, name: str) -> Sources:
     return found
 
 
+def imports(sources: Sources) -> Iterator[Import]:
+    """Every import of the sources, also inside functions; `from a import b` is a.b where that is one of them."""
+    for importer, source in sources.items():
+        for node in ast.walk(ast.parse(source)):
+            if isinstance(node, ast.Import):
+                yield from (Import(importer, node.lineno, alias.name) for alias in node.names)
+            elif isinstance(node, ast.ImportFrom):
+                origin = "." * node.level + (node.module or "")
+                named = [f"{origin}.{alias.name}" for alias in node.names]
+                yield from (Import(importer, node.lineno, name if name in sources else origin) for name in named)
+
+
+@pytest.fixture(scope="module")
 def project() -> Sources:
     """The modules of the package."""
     found = {"spaceport": (ROOT / "src/spaceport/__init__.py").read_text("utf-8")}
@@ -123,111 +131,76 @@ def project() -> Sources:
     return found
 
 
-@cache
-def import_statements(source: str) -> list[ast.Import | ast.ImportFrom]:
-    """The import statements of a file, also inside functions."""
-    return [node for node in ast.walk(ast.parse(source)) if isinstance(node, ast.Import | ast.ImportFrom)]
+@pytest.fixture(scope="module")
+def found(project: Sources) -> list[Import]:
+    """The imports of the package."""
+    return [*imports(project)]
 
 
-def imports(sources: Sources, known: Sources) -> Iterator[Import]:
-    """Every import of the sources, also inside functions; `from a import b` is a.b where that is a known module."""
-    for importer, source in sources.items():
-        for node in import_statements(source):
-            if isinstance(node, ast.Import):
-                for alias in node.names:
-                    yield Import(importer, node.lineno, alias.name)
-            else:
-                origin = "." * node.level + (node.module or "")
-                for alias in node.names:
-                    full = f"{origin}.{alias.name}"
-                    yield Import(importer, node.lineno, full if full in known else origin)
-
-
-def within(module: str, packages: tuple[str, ...]) -> bool:
-    return any(module == package or module.startswith(f"{package}.") for package in packages)
+def innermost(module: str, packages: Iterable[str]) -> str | None:
+    """The longest of these packages that a module is in."""
+    return max((name for name in packages if f"{module}.".startswith(f"{name}.")), key=len, default=None)
 
 
 def layer_of(module: str) -> str | None:
     """The row of LAYERS that a module is in, such as runtime for spaceport.runtime.decode.sequence."""
-    rows = [row for row in LAYERS if within(module, (f"spaceport.{row}",))]
-    return max(rows, key=len, default=None)
+    return innermost(module.removeprefix("spaceport."), LAYERS)
 
 
-def upward(found: Import) -> bool:
+def upward(one: Import) -> bool:
     """Whether a module imports what stands beside or above its layer; spaceport itself, the version, is everybody's."""
-    if found.library != "spaceport" or found.target == "spaceport":
+    if one.library != "spaceport" or one.target == "spaceport":
         return False
-    layer = layer_of(found.importer)
+    layer = layer_of(one.importer)
     allowed = () if layer is None else (layer, *LAYERS[layer])
-    return not within(found.target, tuple(f"spaceport.{package}" for package in allowed))
+    return innermost(one.target.removeprefix("spaceport."), allowed) is None
 
 
-def foreign(found: Import) -> bool:
+def foreign(one: Import) -> bool:
     """Whether a module imports a library that it may not."""
-    if found.library in ("", "spaceport") or found.library in sys.stdlib_module_names:
+    if one.library in ("", "spaceport") or one.library in sys.stdlib_module_names:
         return False
-    packages = [package for package in LIBRARIES if within(found.importer, (package,))]
-    allowed = LIBRARIES[max(packages, key=len)]
-    return allowed is not None and found.library not in allowed
+    allowed = LIBRARIES[innermost(one.importer, LIBRARIES) or ""]
+    return allowed is not None and one.library not in allowed
 
 
-def second_copy(found: Import) -> bool:
+def second_copy(one: Import) -> bool:
     """Whether an import is not written as `spaceport.…`: it would load a module a second time, under another name."""
-    return found.target.startswith(".") or found.library in PARTS
-
-
-def cycle(sources: Sources) -> list[str]:
-    """Some modules that import each other in a ring, or none."""
-    sorter: TopologicalSorter[str] = TopologicalSorter()
-    for found in imports(sources, sources):
-        if found.target in sources:
-            sorter.add(found.importer, found.target)
-    try:
-        sorter.prepare()
-    except CycleError as error:
-        ring: list[str] = error.args[1]
-        return ring
-    return []
-
-
-def faults(sources: Sources) -> list[str]:
-    """Every import of the package that breaks a rule."""
-    rules = (upward, foreign, second_copy)
-    return [f"{found} ({rule.__name__})" for found in imports(sources, sources) for rule in rules if rule(found)]
+    return one.target.startswith(".") or one.library in PARTS
 
 
 @pytest.mark.parametrize("folder", CHECKOUT_ONLY)
-def test_the_package_does_not_import_what_is_in_no_wheel(folder: str) -> None:
-    sources = project()
-    assert [str(found) for found in imports(sources, sources) if found.library == folder] == []
-    own = sources_under(ROOT / folder, folder)
-    assert [str(found) for found in imports(own, own) if second_copy(found)] == []
+def test_the_package_does_not_import_what_is_in_no_wheel(folder: str, found: list[Import]) -> None:
+    assert [str(one) for one in found if one.library == folder] == []
 
 
-def test_every_module_is_in_a_layer_and_imports_lower_layers_only() -> None:
+@pytest.mark.parametrize("folder", [*CHECKOUT_ONLY, "tests"])
+def test_what_is_in_no_wheel_imports_no_second_copy(folder: str) -> None:
+    own = [*imports(sources_under(ROOT / folder, folder))]
+    assert own
+    assert [str(one) for one in own if second_copy(one)] == []
+
+
+def test_every_module_is_in_a_layer_and_imports_lower_layers_only(project: Sources, found: list[Import]) -> None:
     bare = {"spaceport", "spaceport.tools"}  # packages that hold the others and import nothing
-    assert [module for module in project() if module not in bare and layer_of(module) is None] == []
+    assert [module for module in project if module not in bare and layer_of(module) is None] == []
     rows = list(LAYERS)
     assert [(row, package) for row in rows for package in LAYERS[row] if package not in rows[: rows.index(row)]] == []
-    assert faults(project()) == []
+    rules = (upward, foreign, second_copy)
+    assert [f"{one} ({rule.__name__})" for one in found for rule in rules if rule(one)] == []
 
 
-def test_the_tests_import_no_second_copy() -> None:
-    tests = sources_under(ROOT / "tests", "tests")
-    assert "tests.project.test_imports" in tests
-    assert [str(found) for found in imports(tests, tests) if second_copy(found)] == []
+def test_no_modules_import_each_other(project: Sources, found: list[Import]) -> None:
+    sorter: TopologicalSorter[str] = TopologicalSorter()
+    for one in found:
+        if one.target in project:
+            sorter.add(one.importer, one.target)
+    sorter.prepare()  # raises CycleError, which names them
 
 
-def test_no_modules_import_each_other() -> None:
-    assert cycle(project()) == []
-
-
-def test_the_drawing_of_the_packages_is_that_of_their_imports() -> None:
-    spec = importlib.util.spec_from_file_location("drawn_packages", ROOT / "docs" / "drawing" / "packages.py")
-    assert spec is not None
-    assert spec.loader is not None
-    drawn = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(drawn)
+def test_the_drawing_of_the_packages_is_that_of_their_imports(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.syspath_prepend(str(ROOT / "docs" / "drawing"))
+    drawn = import_module("packages")
     assert sorted(drawn.PACKAGES) == sorted(PARTS)
     page = drawn.PAGE.read_text("utf-8")
     assert drawn.updated(page) == page, "run python docs/drawing/packages.py"

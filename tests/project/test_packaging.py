@@ -10,8 +10,8 @@ import sys
 import sysconfig
 import tarfile
 import zipfile
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 
 import pytest
@@ -22,6 +22,8 @@ from spaceport.runtime.decoding import Decoding
 from spaceport.runtime.session import Runtime
 from spaceport.tools.cli import MISSING
 from support.paths import PARTS, ROOT, TINY, package
+
+OFFLINE = os.environ | {"PIP_NO_INDEX": "1", "PIP_DISABLE_PIP_VERSION_CHECK": "1"}
 
 # In the checkout and the sdist, not in the wheel.
 CHECKOUT_ONLY = {"benchmarks/__main__.py", "recipes/__main__.py", "deploy/Containerfile"}
@@ -74,10 +76,17 @@ print(json.dumps(lacking))
 """
 
 
-def run(command: list[str], cwd: Path) -> str:
+def started(
+    command: Sequence[object], cwd: Path, environment: Mapping[str, str] = os.environ
+) -> subprocess.CompletedProcess[str]:
+    """A finished command."""
+    words = [str(word) for word in command]
+    return subprocess.run(words, cwd=cwd, env=environment, capture_output=True, text=True, check=False)
+
+
+def run(command: Sequence[object], cwd: Path, environment: Mapping[str, str] = os.environ) -> str:
     """What a command prints; its errors are the message when it fails."""
-    environment = os.environ | {"PIP_NO_INDEX": "1", "PIP_DISABLE_PIP_VERSION_CHECK": "1"}
-    done = subprocess.run(command, cwd=cwd, env=environment, capture_output=True, text=True, check=False)
+    done = started(command, cwd, environment)
     assert done.returncode == 0, done.stderr[-4000:] + done.stdout[-1000:]
     return done.stdout
 
@@ -85,11 +94,9 @@ def run(command: list[str], cwd: Path) -> str:
 def lacking(folder: Path, cwd: Path) -> dict[str, str]:
     """Modules of the runtime and the command line in a folder that need a heavy library: module -> library."""
     files = [path.relative_to(ROOT).with_suffix("") for path in sorted((ROOT / "runtime").rglob("*.py"))]
-    modules = [f"spaceport.{'.'.join(file.parts)}".removesuffix(".__init__") for file in files] + [
-        "spaceport.tools.cli"
-    ]
-    arguments = [str(folder), json.dumps(HEAVY), json.dumps([*modules, *HEAVY])]
-    found: dict[str, str] = json.loads(run([sys.executable, "-I", "-c", IMPORT_ALL, *arguments], cwd))
+    modules = [f"spaceport.{'.'.join(file.parts)}".removesuffix(".__init__") for file in files]
+    arguments = (folder, json.dumps(HEAVY), json.dumps([*modules, "spaceport.tools.cli", *HEAVY]))
+    found: dict[str, str] = json.loads(run((sys.executable, "-I", "-c", IMPORT_ALL, *arguments), cwd))
     assert [module for module in HEAVY if found.pop(module, None) != module] == [], "these were to be hidden"
     return {
         module: missing
@@ -122,7 +129,7 @@ try:
 except AttributeError as error:
     print(error)
 """
-    found = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
+    found = started((sys.executable, "-c", code), ROOT)
     assert (found.returncode, found.stdout) == (0, "module 'spaceport' has no attribute 'nothing'\n"), found.stderr
 
 
@@ -135,42 +142,37 @@ class Built:
     files: set[str]
 
 
-def tracked() -> list[str]:
-    """The files of the checkout that git tracks or would track; without git, those of the package."""
-    if not (ROOT / ".git").exists() or not shutil.which("git"):
-        paths = [path for part in PARTS for path in (ROOT / part).rglob("*") if "__pycache__" not in path.parts]
-        names = [path.relative_to(ROOT).as_posix() for path in paths]
-        names += [f"src/spaceport/{name}" for name in ("__init__.py", "__init__.pyi", "__main__.py", "py.typed")]
-        names += ["LICENSE", "MANIFEST.in", "README.md", "pyproject.toml", "setup.py"]
-    else:
-        git = ["git", "-c", "safe.directory=*", "ls-files", "--cached", "--others", "--exclude-standard", "-z"]
-        names = run(git, ROOT).split("\0")
-    return [name for name in names if (ROOT / name).is_file()]
-
-
-def packaged(names: list[str]) -> set[str]:
-    """The files that the package is to hold: all Python, also what git ignores by mistake, and the data."""
-    python = {path.relative_to(ROOT).as_posix() for part in PARTS for path in (ROOT / part).rglob("*.py")}
-    data = {name for name in names if name.startswith(DATA)}
-    return {f"spaceport/{name}" for name in {"__init__.py", "__init__.pyi", "__main__.py", "py.typed"} | python | data}
-
-
 @pytest.fixture(scope="module")
 def built(tmp_path_factory: pytest.TempPathFactory) -> Built:
     copy, out = tmp_path_factory.mktemp("checkout"), tmp_path_factory.mktemp("dist")
-    names = tracked()
+    git = ("git", "-c", "safe.directory=*", "ls-files", "--cached", "--others", "--exclude-standard", "-z")
+    names = [name for name in run(git, ROOT).split("\0") if (ROOT / name).is_file()]
+    python = {path.relative_to(ROOT).as_posix() for part in PARTS for path in (ROOT / part).rglob("*.py")}
+    data = {name for name in names if name.startswith(DATA)}
     for name in names:
         (copy / name).parent.mkdir(parents=True, exist_ok=True)
         shutil.copy2(ROOT / name, copy / name)
     if (compiled := ROOT / "kernels" / library_name()).is_file():
         shutil.copy2(compiled, copy / "kernels")
-    run([sys.executable, "-m", "build", "--sdist", "--wheel", "--no-isolation", "--outdir", str(out), str(copy)], copy)
+    build = (sys.executable, "-m", "build", "--sdist", "--wheel", "--no-isolation", "--outdir", out, copy)
+    run(build, copy, OFFLINE)
     (wheel,), (sdist,) = out.glob("*.whl"), out.glob("*.tar.gz")
-    return Built(wheel, sdist, packaged(names))
+    files = {"__init__.py", "__init__.pyi", "__main__.py", "py.typed"} | python | data
+    return Built(wheel, sdist, {f"spaceport/{name}" for name in files})
+
+
+def unpacked(sdist: Path, folder: Path) -> Path:
+    """The folder of an unpacked sdist."""
+    with tarfile.open(sdist) as opened:
+        opened.extractall(folder, filter="data")
+    (found,) = folder.glob("spaceport-*/")
+    return found
 
 
 @pytest.mark.slow
-def test_the_wheel_holds_every_file_and_nothing_else(built: Built) -> None:
+def test_the_wheel_holds_every_file_for_this_system_and_every_python(built: Built) -> None:
+    platform = sysconfig.get_platform().replace("-", "_").replace(".", "_") if compiler() else "any"
+    assert built.wheel.name == f"spaceport-{spaceport.__version__}-py3-none-{platform}.whl"
     with zipfile.ZipFile(built.wheel) as wheel:
         names = {name for name in wheel.namelist() if ".dist-info/" not in name}
         info = f"spaceport-{spaceport.__version__}.dist-info"
@@ -193,12 +195,6 @@ def test_the_sdist_holds_every_file(built: Built) -> None:
 
 
 @pytest.mark.slow
-def test_a_wheel_with_native_operators_is_for_this_system_and_every_python(built: Built) -> None:
-    platform = sysconfig.get_platform().replace("-", "_").replace(".", "_") if compiler() else "any"
-    assert built.wheel.name == f"spaceport-{spaceport.__version__}-py3-none-{platform}.whl"
-
-
-@pytest.mark.slow
 @pytest.mark.parametrize(
     ("compilers", "reason"),
     [
@@ -212,17 +208,19 @@ def test_a_wheel_with_native_operators_is_for_this_system_and_every_python(built
 def test_an_installation_goes_on_without_native_operators(
     compilers: dict[str, str], reason: str, built: Built, tmp_path: Path
 ) -> None:
-    with tarfile.open(built.sdist) as sdist:
-        sdist.extractall(tmp_path, filter="data")
+    folder = unpacked(built.sdist, tmp_path)
     for name, script in compilers.items():
         (tmp_path / name).write_text(f"#!/bin/sh\n{script}\n")
         (tmp_path / name).chmod(0o755)
     # Python without the packages of this process, where ziglang may be one of them.
     backend = "from setuptools import build_meta; print(build_meta.build_wheel('.'))"
-    environment = {"PATH": str(tmp_path), "PYTHONPATH": str(setuptools_alone(tmp_path))}
-    command = [sys.base_prefix + "/bin/python3", "-c", backend]
-    (folder,) = tmp_path.glob("spaceport-*/")
-    done = subprocess.run(command, cwd=folder, env=environment, capture_output=True, text=True, check=False)
+    for name in ("setuptools", "_distutils_hack"):
+        source = importlib.util.find_spec(name)
+        assert source is not None
+        assert source.origin is not None
+        shutil.copytree(Path(source.origin).parent, tmp_path / "site" / name)
+    environment = {"PATH": str(tmp_path), "PYTHONPATH": str(tmp_path / "site")}
+    done = started((sys.base_prefix + "/bin/python3", "-c", backend), folder, environment)
     assert done.returncode == 0, done.stderr[-4000:]
     assert done.stdout.splitlines()[-1] == f"spaceport-{spaceport.__version__}-py3-none-any.whl"
     (said,) = [line for line in done.stderr.splitlines() if line.startswith("spaceport: ")]
@@ -235,12 +233,8 @@ def test_an_installation_goes_on_without_native_operators(
 @pytest.mark.skipif(zig() is None, reason="ziglang is not installed: pip install ziglang")
 @pytest.mark.parametrize("system", TARGETS)
 def test_a_wheel_for_another_system_has_its_library(system: str, built: Built, tmp_path: Path) -> None:
-    with tarfile.open(built.sdist) as sdist:
-        sdist.extractall(tmp_path, filter="data")
-    (folder,) = tmp_path.glob("spaceport-*/")
-    environment = os.environ | {"SPACEPORT_BUILD_FOR": system}
-    command = [sys.executable, "-m", "build", "--wheel", "--no-isolation", "--outdir", str(tmp_path), str(folder)]
-    subprocess.run(command, env=environment, capture_output=True, check=True)
+    command = (sys.executable, "-m", "build", "--wheel", "--no-isolation", "--outdir", tmp_path)
+    run((*command, unpacked(built.sdist, tmp_path)), tmp_path, os.environ | {"SPACEPORT_BUILD_FOR": system})
     (wheel,) = tmp_path.glob("*.whl")
     target = TARGETS[system]
     assert wheel.name == f"spaceport-{spaceport.__version__}-py3-none-{target.wheel_tag}.whl"
@@ -255,28 +249,16 @@ def test_a_wheel_for_another_system_has_its_library(system: str, built: Built, t
 
 
 def test_a_system_without_wheels_is_an_error_that_names_those_with_wheels(tmp_path: Path) -> None:
-    environment = os.environ | {"SPACEPORT_BUILD_FOR": "solaris"}
-    command = [sys.executable, str(ROOT / "setup.py"), "--version"]
-    done = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True, check=False)
+    command = (sys.executable, ROOT / "setup.py", "--version")
+    done = started(command, tmp_path, os.environ | {"SPACEPORT_BUILD_FOR": "solaris"})
     assert done.returncode != 0
     assert "SPACEPORT_BUILD_FOR is solaris, expected any or one of linux-x86_64, linux-aarch64" in done.stderr
 
 
-def setuptools_alone(folder: Path) -> Path:
-    """A folder with setuptools and no other package of this environment."""
-    site = folder / "site"
-    for name in ("setuptools", "_distutils_hack"):
-        source = importlib.util.find_spec(name)
-        assert source is not None
-        assert source.origin is not None
-        shutil.copytree(Path(source.origin).parent, site / name)
-    return site
-
-
 @pytest.mark.slow
 def test_the_installed_wheel_runs_from_its_own_files(built: Built, tmp_path: Path) -> None:
-    install = [sys.executable, "-m", "pip", "install", "--no-deps", "--no-index", "--target", str(tmp_path / "site")]
-    run([*install, str(built.wheel)], tmp_path)
+    install = (sys.executable, "-m", "pip", "install", "--no-deps", "--no-index", "--target", tmp_path / "site")
+    run((*install, built.wheel), tmp_path, OFFLINE)
     assert lacking(tmp_path / "site", tmp_path) == {}
 
 
@@ -284,39 +266,26 @@ def test_the_installed_wheel_runs_from_its_own_files(built: Built, tmp_path: Pat
 @pytest.mark.nightly
 def test_the_wheel_generates_in_an_empty_environment(built: Built, tiny_bundle: Path, tmp_path: Path) -> None:
     """The only test that takes packages from pip's index, or from its cache."""
-    venv = tmp_path / "venv"
-    run([sys.executable, "-m", "venv", str(venv)], tmp_path)
-    pip = [str(venv / "bin" / "pip"), "--disable-pip-version-check", "--retries", "1", "-q"]
-    constraints = ["-c", str(ROOT / "constraints.txt")]
-    installed = started([*pip, "install", *constraints, f"{built.wheel}[cpu]"], tmp_path)
+    hidden = ("PYTHONPATH", "PYTHONHOME", "VIRTUAL_ENV", "XDG_CACHE_HOME")  # but for the user's cache
+    environment = {name: value for name, value in os.environ.items() if name not in hidden}
+    programs = tmp_path / "venv" / "bin"
+    run((sys.executable, "-m", "venv", programs.parent), tmp_path)
+    pip = (programs / "pip", "--disable-pip-version-check", "--retries", "1", "-q")
+    wanted = ("-c", ROOT / "constraints.txt", f"{built.wheel}[cpu]")
+    installed = started((*pip, "install", *wanted), tmp_path, environment)
     if installed.returncode:
-        probe = started([*pip, "download", "--no-cache-dir", "--no-deps", "-d", str(tmp_path), "click"], tmp_path)
+        probe = started(
+            (*pip, "download", "--no-cache-dir", "--no-deps", "-d", tmp_path, "click"), tmp_path, environment
+        )
         reason = (probe.stderr.strip().splitlines() or [""])[-1]
         if probe.returncode:
             pytest.skip(f"pip reaches no index, and its cache lacks packages: {reason}")
     assert installed.returncode == 0, installed.stderr[-4000:]
-    program, prompt = str(venv / "bin" / "spaceport"), ["abc", "--max-tokens", "8"]
-    generated = started([program, "generate", str(tiny_bundle), *prompt], tmp_path)
+    program, prompt = programs / "spaceport", ("abc", "--max-tokens", "8")
+    generated = started((program, "generate", tiny_bundle, *prompt), tmp_path, environment)
     assert (generated.returncode, generated.stderr) == (0, "")
     with Runtime.open(tiny_bundle) as runtime:
         assert generated.stdout == f"{runtime.generate('abc', Decoding(max_tokens=8)).text}\n"
-    missing = started([program, "generate", str(TINY), *prompt], tmp_path)
+    missing = started((program, "generate", TINY, *prompt), tmp_path, environment)
     assert missing.returncode == MISSING
     assert re.search(r"its export needs the package torch, which is not installed: pip .*\[export\]", missing.stderr)
-
-
-def started(command: list[str], cwd: Path) -> subprocess.CompletedProcess[str]:
-    """A finished command without what leads to the packages of this process, and with the user's cache."""
-    hidden = ("PYTHONPATH", "PYTHONHOME", "VIRTUAL_ENV", "XDG_CACHE_HOME")
-    environment = {name: value for name, value in os.environ.items() if name not in hidden}
-    return subprocess.run(command, cwd=cwd, env=environment, capture_output=True, text=True, check=False)
-
-
-def test_the_editable_install_is_the_checkout(tmp_path: Path) -> None:
-    try:
-        version("spaceport")
-    except PackageNotFoundError:
-        pytest.skip("spaceport is on the path and not installed: make venv")
-    where = "import spaceport, spaceport.runtime as r; print(spaceport.__file__, r.__file__, sep='\\n')"
-    found = [Path(line).resolve() for line in run([sys.executable, "-I", "-c", where], tmp_path).splitlines()]
-    assert found == [ROOT / "src/spaceport/__init__.py", ROOT / "runtime/__init__.py"]

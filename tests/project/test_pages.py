@@ -101,13 +101,19 @@ def tables(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
     return import_module("tables")
 
 
-def test_the_tables_of_the_pages_are_those_of_the_results(tables: ModuleType) -> None:
+def test_the_tables_of_the_pages_are_those_of_the_results_and_say_where_they_come_from(tables: ModuleType) -> None:
     shown = []
     for page in PAGES:
         text = page.read_text("utf-8")
         assert tables.with_tables(text) == text, f"{page.name}: run: make tables"
         shown += tables.tables_in(text)
     assert sorted(shown) == sorted(file.stem for file in tables.RESULTS.iterdir())
+    for name in shown:
+        result = tables.read_result(tables.RESULTS / f"{name}.json")
+        assert result.title, name
+        assert result.machine, name
+        assert re.fullmatch("[0-9a-f]{7,40}", result.commit), name
+        date.fromisoformat(result.date)
 
 
 def test_the_figures_of_the_readme_are_those_of_a_result(tables: ModuleType) -> None:
@@ -123,15 +129,6 @@ def test_the_figures_of_the_readme_are_those_of_a_result(tables: ModuleType) -> 
     stored, same_file = (float(rows[name][of]) for name in ("stored, default drafts", "llama.cpp, the file itself"))
     share = float(re.findall(r"\*\*([\d.]+) of the time\*\* of llama.cpp with that file", readme)[0])
     assert share == pytest.approx(stored / same_file, abs=0.01)
-
-
-def test_each_result_says_where_it_comes_from(tables: ModuleType) -> None:
-    for file in tables.RESULTS.iterdir():
-        result = tables.read_result(file)
-        assert result.title, file.name
-        assert result.machine, file.name
-        assert re.fullmatch("[0-9a-f]{7,40}", result.commit), file.name
-        date.fromisoformat(result.date)
 
 
 def test_the_reference_has_every_public_name() -> None:

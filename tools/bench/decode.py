@@ -2,18 +2,18 @@
 
 from __future__ import annotations
 
-import statistics as numbers
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
+from itertools import zip_longest
 from pathlib import Path
+from statistics import median
 from typing import Any
 
 import numpy as np
 
 from spaceport.runtime.backends.machine import cpu_class, cpu_name, usable_cpus
 from spaceport.runtime.bundle import read_manifest
-from spaceport.runtime.decode.sequence_group import Statistics
 from spaceport.runtime.decode.sources import named_source
 from spaceport.runtime.session import Runtime
 from spaceport.tools.bench.decode_measuring import (
@@ -24,17 +24,28 @@ from spaceport.tools.bench.decode_measuring import (
     DecodeOptions,
     MeasuredCompletion,
     OutputDifference,
-    duration,
     measure_modes,
     modes_for,
 )
-from spaceport.tools.bench.report import Report, Spread, Table, spread
+from spaceport.tools.bench.report import Report, Table
 from spaceport.verify.prompts import TokenizedPrompt, read_prompts, tokenize_prompts
 
 _RESAMPLES = 2000
 _INTERVAL = (0.025, 0.975)
 _SHOWN = 10  # differences; JSON has all
 _DEPTHS = 8  # columns; JSON has all
+
+
+@dataclass(frozen=True)
+class Spread:
+    """The median over the rounds, with the lowest and the highest value."""
+
+    median: float
+    low: float
+    high: float
+
+    def __str__(self) -> str:
+        return f"{self.median:.2f} ({self.low:.2f}-{self.high:.2f})"
 
 
 @dataclass(frozen=True)
@@ -61,23 +72,17 @@ def speedup_of(ratios: Mapping[int, Sequence[float]], seed: int) -> Speedup | No
     lines = list(ratios)
     logs = np.log([ratios[line] for line in lines])  # prompts x rounds
     medians = np.median(logs, axis=1)
-    low, high = np.exp(np.quantile(_resampled(logs, seed), _INTERVAL)).tolist()
+    random = np.random.default_rng(seed)
+    means = []  # of resampled prompts, and resampled rounds of each
+    for _ in range(_RESAMPLES):
+        sample = random.integers(0, len(logs), (len(logs), 1)), random.integers(0, logs.shape[1], logs.shape)
+        means.append(np.median(logs[sample], axis=1).mean())
+    low, high = np.exp(np.quantile(means, _INTERVAL)).tolist()
     worst, best = int(medians.argmin()), int(medians.argmax())
     values = np.exp(medians).tolist()
     return Speedup(
         float(np.exp(medians.mean())), low, high, values[worst], lines[worst], values[best], lines[best], len(lines)
     )
-
-
-def _resampled(logs: np.ndarray, seed: int) -> np.ndarray:
-    """The logarithm of the mean in bootstrap resamples of the prompts and of each prompt's rounds."""
-    random = np.random.default_rng(seed)
-    prompts, rounds = logs.shape
-    found = np.empty(_RESAMPLES)
-    for index in range(_RESAMPLES):
-        sample = random.integers(0, prompts, (prompts, 1)), random.integers(0, rounds, (prompts, rounds))
-        found[index] = np.median(logs[sample], axis=1).mean()
-    return found
 
 
 @dataclass(frozen=True)
@@ -181,42 +186,49 @@ def _mode(
         [one for one in measured.completions if (one.mode, one.temperature) == (name, temperature)]
         for name in (mode.name, PLAIN)
     )
-    rates, plain_rates = _rates(measured, own, options.rounds), _rates(measured, plain, options.rounds)
+    rates, plain_rates = (_rates(measured, completions, options.rounds) for completions in (own, plain))
     statistics = [one.statistics for one in own]
     drafted = mode.name != PLAIN
     ratios = _ratios(own, plain, prompts) if drafted else {}
-    steps, accepted = sum(s.steps for s in statistics), sum(sum(s.accepted_by_depth) for s in statistics)
-    outside, engine = sum(s.outside_seconds for s in statistics), sum(s.engine_seconds for s in statistics)
-    p50, p95 = np.quantile([s.first_token_seconds for s in statistics], (0.5, 0.95)).tolist()
     paired = [rate / base for rate, base in zip(rates, plain_rates, strict=True)] if all(plain_rates) else []
+    steps = max(1, sum(one.steps for one in statistics))
+    outside, engine = sum(one.outside_seconds for one in statistics), sum(one.engine_seconds for one in statistics)
+    p50, p95 = np.quantile([one.first_token_seconds for one in statistics], (0.5, 0.95)).tolist()
+    depths = [
+        [sum(counts) for counts in zip_longest(*by_depth, fillvalue=0)]
+        for by_depth in ((one.drafted_by_depth for one in statistics), (one.accepted_by_depth for one in statistics))
+    ]
+    drafts, accepted = Counter[str](), Counter[str]()  # by source
+    for one in statistics:
+        drafts.update(one.drafted_by_source)
+        accepted.update(one.accepted_by_source)
     return ModeSummary(
         mode=mode.name,
         temperature=temperature,
-        tokens_per_second=numbers.median(rates),
-        throughput_ratio=spread(paired) if drafted and paired else None,
+        tokens_per_second=median(rates),
+        throughput_ratio=Spread(median(paired), min(paired), max(paired)) if drafted and paired else None,
         speedup=speedup_of(ratios, options.seed),
         first_token_p50=p50,
         first_token_p95=p95,
-        tokens_per_step=sum(s.tokens for s in statistics) / max(1, steps),
-        mean_acceptance_length=1 + accepted / max(1, steps),
-        by_depth=rates_by_depth(statistics),
-        by_source=rates_by_source(statistics),
+        tokens_per_step=sum(one.tokens for one in statistics) / steps,
+        mean_acceptance_length=1 + sum(depths[1]) / steps,
+        by_depth=tuple(map(Rate, *depths)),
+        by_source={source: Rate(drafts[source], accepted[source]) for source in sorted(drafts)},
         outside_share=outside / (outside + engine),
         reference=None if mode.name == mode.reference else mode.reference,
-        compared=measured.outputs.compared[mode.name, temperature],
-        different=measured.outputs.different(mode.name, temperature),
+        compared=measured.compared[mode.name, temperature],
+        different=sum((one.mode, one.temperature) == (mode.name, temperature) for one in measured.differences),
         prompts=tuple(_prompts(own, ratios, prompts)),
     )
 
 
 def _rates(measured: DecodeMeasurements, completions: Sequence[MeasuredCompletion], rounds: int) -> list[float]:
     """Tokens per second over all completions of each round."""
-    tokens = Counter[tuple[str, float, int]]()
-    for one in completions:
-        tokens[one.mode, one.temperature, one.round] += one.statistics.tokens
     mode, temperature = completions[0].mode, completions[0].temperature
-    keys = [(mode, temperature, number) for number in range(1, rounds + 1)]
-    return [tokens[key] / measured.seconds[key] for key in keys]
+    tokens = Counter[int]()
+    for one in completions:
+        tokens[one.round] += one.statistics.tokens
+    return [tokens[number] / measured.seconds[mode, temperature, number] for number in range(1, rounds + 1)]
 
 
 def _ratios(
@@ -225,7 +237,6 @@ def _ratios(
     """Speed ratios to plain decoding in the same round, by line number; empty completions are left out."""
     ratios: dict[int, list[float]] = {}
     for one, other in zip(own, plain, strict=True):
-        assert (one.round, one.prompt) == (other.round, other.prompt)
         rate, plain_rate = one.statistics.tokens_per_second, other.statistics.tokens_per_second
         if rate and plain_rate:
             ratios.setdefault(prompts[one.prompt].line, []).append(rate / plain_rate)
@@ -241,32 +252,11 @@ def _prompts(
             prompt.line,
             len(prompt.tokens),
             statistics[0].tokens,
-            numbers.median(s.tokens_per_second for s in statistics),
-            numbers.median(s.first_token_seconds for s in statistics),
-            numbers.median(s.tokens_per_step for s in statistics),
-            numbers.median(ratios[prompt.line]) if prompt.line in ratios else None,
+            median(one.tokens_per_second for one in statistics),
+            median(one.first_token_seconds for one in statistics),
+            median(one.tokens_per_step for one in statistics),
+            median(ratios[prompt.line]) if prompt.line in ratios else None,
         )
-
-
-def rates_by_depth(completions: Iterable[Statistics]) -> tuple[Rate, ...]:
-    """The draft tokens of these completions by depth in the draft."""
-    drafted: list[int] = []
-    accepted: list[int] = []
-    for one in completions:
-        for totals, counts in ((drafted, one.drafted_by_depth), (accepted, one.accepted_by_depth)):
-            totals += [0] * (len(counts) - len(totals))
-            for depth, count in enumerate(counts):
-                totals[depth] += count
-    return tuple(Rate(*pair) for pair in zip(drafted, accepted, strict=True))
-
-
-def rates_by_source(completions: Iterable[Statistics]) -> dict[str, Rate]:
-    """The draft tokens of these completions by source."""
-    drafted, accepted = Counter[str](), Counter[str]()
-    for one in completions:
-        drafted.update(one.drafted_by_source)
-        accepted.update(one.accepted_by_source)
-    return {source: Rate(drafted[source], accepted[source]) for source in sorted(drafted)}
 
 
 def decode_report(results: DecodeResults) -> Report:
@@ -381,7 +371,7 @@ def benchmark_decode(
         options,
         len(prompts),
         mode_summaries(measured, modes, prompts, options),
-        tuple(measured.outputs.differences),
+        tuple(measured.differences),
     )
 
 
@@ -394,4 +384,5 @@ def expected_work(runtime: Runtime, modes: int, prompts: Sequence[TokenizedPromp
     visible = max(len(prompt.tokens) for prompt in prompts) + options.max_tokens
     step = runtime.costs.seconds(1, options.requests, visible) / options.requests
     seconds = step * options.max_tokens * len(prompts) * modes * temperatures * rounds
-    return f"{text}: about {duration(seconds)} if every completion has {options.max_tokens} tokens"
+    duration = f"{seconds / 60:.0f} min" if seconds >= 90 else f"{max(1.0, seconds):.0f} s"
+    return f"{text}: about {duration} if every completion has {options.max_tokens} tokens"

@@ -77,51 +77,35 @@ def modes_for(
 
     Each number in `fixed` adds a mode with chains of that many mask slots in every step.
     """
+    slots, lacking = manifest.drafts.max_tokens, dict[str, str]()  # mode -> what the bundle needs for it
+    if not slots:
+        lacking["masks"] = "mask slots"
+    if manifest.tokens.fork is None:
+        lacking |= dict.fromkeys(FORKING, "a fork token")
     for name in names or ():
-        _check(name, manifest)
-    wanted = set(names if names is not None else _all_of(manifest)) | {PLAIN}
-    if wanted & set(FORKING):
-        wanted.add(FORKED)
-    chosen = [_mode(name, max_tokens) for name in MODES if name in wanted]
-    return (*chosen, *(_chain(slots, max_tokens, manifest) for slots in dict.fromkeys(fixed)))
-
-
-def _all_of(manifest: Manifest) -> list[str]:
-    """All modes that the bundle supports; without mask slots "default" is prompt lookup, so "lookup" is left out."""
-    left_out = {
-        *(() if manifest.drafts.max_tokens else ("masks", "lookup")),
-        *(() if manifest.tokens.fork is not None else FORKING),
-    }
-    return [name for name in MODES if name not in left_out]
-
-
-def _check(name: str, manifest: Manifest) -> None:
-    if name == "masks" and not manifest.drafts.max_tokens:
-        raise OptionFault(f"--modes names {name!r}: expected a bundle with mask slots, this one has none: leave it out")
-    if name in FORKING and manifest.tokens.fork is None:
-        raise OptionFault(
-            f"--modes names {name!r}: expected a bundle with a fork token, this one has none: leave it out"
-        )
-
-
-def _mode(name: str, max_tokens: int) -> DecodeMode:
-    default = Decoding(max_tokens=max_tokens, fork=name in FORKING)
+        if name in lacking:
+            needs = f"expected a bundle with {lacking[name]}, this one has none"
+            raise OptionFault(f"--modes names {name!r}: {needs}: leave it out")
+    if names is None:  # without mask slots, "default" is prompt lookup
+        names = [name for name in MODES if name not in lacking and (slots or name != "lookup")]
+    for count in fixed:
+        if not 1 <= count <= slots:
+            has = f"this one has {slots}"
+            raise OptionFault(f"--fixed names {count}: expected 1 to the number of mask slots of the bundle, {has}")
+    wanted = {PLAIN, *names, *((FORKED,) if {*names} & {*FORKING} else ())}
+    default = Decoding(max_tokens=max_tokens, fork=False)
     plain = default.without_drafts()
-    decoding = {
+    decodings = {
         PLAIN: plain,
         "lookup": replace(plain, lookup=default.draft_config().lookup),
         "masks": replace(default, lookup=0),
-        FORKED: plain,
-    }.get(name, default)
-    return DecodeMode(name, decoding, FORKED if name in FORKING else PLAIN)
-
-
-def _chain(slots: int, max_tokens: int, manifest: Manifest) -> DecodeMode:
-    if not 1 <= slots <= manifest.drafts.max_tokens:
-        has = f"this one has {manifest.drafts.max_tokens}"
-        raise OptionFault(f"--fixed names {slots}: expected 1 to the number of mask slots of the bundle, {has}")
-    decoding = Decoding(max_tokens=max_tokens, mask_slots=slots, draft="chain", fork=False)
-    return DecodeMode(f"fixed {slots}", decoding, PLAIN)
+        DEFAULT: default,
+        FORKED: replace(plain, fork=True),
+        "forked+drafted": replace(default, fork=True),
+    }
+    chains = {f"fixed {count}": replace(default, mask_slots=count, draft="chain") for count in fixed}
+    chosen = {name: decodings[name] for name in MODES if name in wanted} | chains
+    return tuple(DecodeMode(name, decoding, FORKED if decoding.fork else PLAIN) for name, decoding in chosen.items())
 
 
 @dataclass(frozen=True)
@@ -149,10 +133,10 @@ class OutputDifference:
 
     def as_dict(self) -> dict[str, Any]:
         """The difference as JSON data."""
-        data, first = asdict(self), self.first
-        del data["first"]
+        first = self.first
         where = {"thread": first.path, "position": first.position, "token": first.token}
-        return {**data, **where, "expected": first.expected, "found": first.found}
+        own = {name: value for name, value in asdict(self).items() if name != "first"}
+        return own | where | {"expected": first.expected, "found": first.found}
 
     def __str__(self) -> str:
         first = self.first
@@ -168,32 +152,13 @@ class OutputDifference:
 
 
 @dataclass
-class ComparedOutputs:
-    """Outputs compared with those of their reference modes, token by token."""
-
-    compared: Counter[tuple[str, float]] = field(default_factory=Counter)  # by mode and temperature
-    differences: list[OutputDifference] = field(default_factory=list)
-
-    def add(self, threads: Mapping[Path, ThreadTokens], expected: Mapping[Path, ThreadTokens], **where: Any) -> None:
-        """Compare an output with the expected one; `where` are the fields of a difference."""
-        self.compared[where["mode"], where["temperature"]] += 1
-        if differences := token_differences(threads, expected):
-            self.differences.append(OutputDifference(first=next(iter(differences.values())), **where))
-
-    def different(self, mode: str, temperature: float = 0.0) -> int:
-        """Number of outputs of a mode that differ."""
-        return sum((one.mode, one.temperature) == (mode, temperature) for one in self.differences)
-
-
-@dataclass
 class DecodeMeasurements:
-    """All measurements of a benchmark."""
+    """All measurements of a benchmark; counts and seconds by mode and temperature, those of a round also by its number."""
 
     completions: list[MeasuredCompletion] = field(default_factory=list)
-    seconds: dict[tuple[str, float, int], float] = field(
-        default_factory=lambda: defaultdict(float)
-    )  # by mode, temperature and round
-    outputs: ComparedOutputs = field(default_factory=ComparedOutputs)
+    seconds: dict[tuple[str, float, int], float] = field(default_factory=lambda: defaultdict(float))
+    compared: Counter[tuple[str, float]] = field(default_factory=Counter)  # outputs, warm-up included
+    differences: list[OutputDifference] = field(default_factory=list)
 
 
 def measure_modes(
@@ -224,11 +189,6 @@ def measure_modes(
                     measured.seconds[mode.name, temperature, number] += perf_counter() - started
                 _record(measured, modes, by_mode, prompts)
     return measured
-
-
-def duration(seconds: float) -> str:
-    """A time as `12 s` or `3 min`."""
-    return f"{seconds / 60:.0f} min" if seconds >= 90 else f"{max(1.0, seconds):.0f} s"
 
 
 def rotated(subjects: Sequence[Subject], rotation: int) -> Iterator[Subject]:
@@ -273,13 +233,11 @@ def _record(
         for completion, expected in zip(by_mode[mode.name], by_mode[mode.reference], strict=True):
             if completion.round != WARM_UP:
                 measured.completions.append(completion)
-            if mode.name != mode.reference:
-                measured.outputs.add(
-                    completion.threads,
-                    expected.threads,
-                    mode=mode.name,
-                    reference=mode.reference,
-                    temperature=completion.temperature,
-                    round=completion.round,
-                    line=prompts[completion.prompt].line,
-                )
+            if mode.name == mode.reference:
+                continue
+            temperature, line = completion.temperature, prompts[completion.prompt].line
+            measured.compared[mode.name, temperature] += 1
+            if differences := token_differences(completion.threads, expected.threads):
+                first = next(iter(differences.values()))
+                where = (mode.name, mode.reference, temperature, completion.round, line)
+                measured.differences.append(OutputDifference(*where, first))

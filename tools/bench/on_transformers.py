@@ -16,14 +16,13 @@ from spaceport.graphs.contract.signature import Precision
 _WARM_UP = 4  # steps: torch.compile compiles and captures in the first ones
 
 
-def decoding_times(
-    config: Path, dtype: Precision, context: int, steps: int, device: str, compiled: bool = True
-) -> Iterator[tuple[str, float]]:
-    """Milliseconds per token of a random model behind a prompt, by the way in which it runs."""
-    with torch.device(device):
+def decoding_times(config: Path, dtype: Precision, context: int, steps: int) -> Iterator[tuple[str, float]]:
+    """Milliseconds per token of a random model behind a prompt, by the way in which it runs: on a GPU also compiled."""
+    gpu = torch.cuda.is_available()
+    with torch.device("cuda" if gpu else "cpu"):
         model = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(config), dtype=getattr(torch, dtype)).eval()
     yield "static cache", _milliseconds(model, model, context, steps)
-    if compiled:
+    if gpu:
         run = torch.compile(model, mode="reduce-overhead")  # with CUDA graphs
         yield "static cache, torch.compile", _milliseconds(model, run, context, steps)
 

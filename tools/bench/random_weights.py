@@ -9,11 +9,10 @@ from shutil import copy
 from typing import Any
 
 import numpy as np
-from numpy.typing import NDArray
 
 from spaceport.exporter.atomic_folder import write_manifest
 from spaceport.graphs.contract.manifest import DATA_FILE, MANIFEST_FILE, Manifest, manifest_in
-from spaceport.graphs.contract.signature import DTYPES, Precision
+from spaceport.graphs.contract.signature import DTYPES
 
 SKELETON_FILE, CONFIG_FILE = "skeleton.json", "config.json"
 ALIGNED = 65536  # bytes: alignment of weights in the data file
@@ -32,12 +31,20 @@ def inflate(skeleton: Path, target: Path) -> Manifest:
     manifest = manifest_in((skeleton / MANIFEST_FILE).read_bytes())
     dtype = manifest.signature.dtype
     size = json.loads((skeleton / SKELETON_FILE).read_text("utf-8"))["bytes"]
-    left, draws = size // DTYPES[dtype].bytes, np.random.default_rng(0)
+    left, draws, torch = size // DTYPES[dtype].bytes, np.random.default_rng(0), cuda_torch()
     with (target / DATA_FILE).open("wb") as data:
         while left:
-            piece = _drawn(min(left, _PIECE), draws)
-            data.write(_stored(piece, dtype).data)
-            left -= piece.size
+            count = min(left, _PIECE)
+            if torch is None:
+                drawn = draws.standard_normal(count, np.float32) * np.float32(_DEVIATION)
+            else:
+                drawn = torch.empty(count, device="cuda").normal_(0, _DEVIATION).cpu().numpy()
+            if dtype == "bfloat16":  # the upper half of a float32
+                stored = np.ascontiguousarray(drawn.view(np.uint16)[1::2])
+            else:
+                stored = drawn.astype(dtype)
+            data.write(stored.data)
+            left -= count
     for file in skeleton.iterdir():
         if file.name not in (MANIFEST_FILE, SKELETON_FILE, CONFIG_FILE):
             copy(file, target)
@@ -51,19 +58,3 @@ def cuda_torch() -> Any:
     except ImportError:
         return None
     return torch if torch.cuda.is_available() else None
-
-
-def _drawn(count: int, draws: np.random.Generator) -> NDArray[np.float32]:
-    drawn: NDArray[np.float32]
-    if (torch := cuda_torch()) is None:
-        drawn = draws.standard_normal(count, np.float32) * np.float32(_DEVIATION)
-    else:
-        drawn = torch.empty(count, device="cuda").normal_(0, _DEVIATION).cpu().numpy()
-    return drawn
-
-
-def _stored(values: NDArray[np.float32], dtype: Precision) -> NDArray[Any]:
-    """The values in a type of weights."""
-    if dtype == "bfloat16":  # the upper half of a float32
-        return np.ascontiguousarray(values.view(np.uint16)[1::2])
-    return values.astype(dtype)

@@ -5,7 +5,6 @@ from __future__ import annotations
 import sys
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from statistics import median
 from typing import Any
 
 import click
@@ -75,32 +74,12 @@ class Report:
             click.echo(self.markdown(), nl=False)
 
 
-@dataclass(frozen=True)
-class Spread:
-    """A median with the lowest and the highest value over the rounds, or a mean with its interval."""
-
-    median: float
-    low: float
-    high: float
-
-    def __str__(self) -> str:
-        return f"{self.median:.2f} ({self.low:.2f}-{self.high:.2f})"
-
-
-def spread(values: Sequence[float]) -> Spread:
-    """Median and range."""
-    return Spread(median(values), min(values), max(values))
-
-
-def short_number(value: float) -> str:
-    """A number with three significant digits, or as a whole number from 100 on."""
+def cell_text(value: object) -> str:
+    """A cell as text: "-" for what was not measured, and three significant digits, or more of a whole number."""
+    if not isinstance(value, float):
+        return "-" if value is None else str(value)
     digits = 0 if value >= 100 else 1 if value >= 10 else 2
     return f"{value:.{digits}f}"
-
-
-def cell_text(value: object) -> str:
-    """A cell as text: "-" for what was not measured."""
-    return "-" if value is None else short_number(value) if isinstance(value, float) else str(value)
 
 
 def _markdown_row(cells: Sequence[str]) -> str:

@@ -24,7 +24,7 @@ from spaceport.runtime.engine import Batch, Engine, EngineOptions, capacity_for,
 from spaceport.runtime.session import Runtime
 from spaceport.tools.bench.decode import mode_summaries
 from spaceport.tools.bench.decode_measuring import DecodeOptions, measure_modes, modes_for
-from spaceport.tools.bench.replay import replay_runtime, synthetic_texts
+from spaceport.tools.bench.replay import SyntheticTexts, replay_runtime
 from spaceport.tools.bench.report import Report, Table
 
 WARM_UP = 3
@@ -219,11 +219,11 @@ def replay_costs(base: Runtime, options: StepOptions, acceptance: tuple[float, .
     manifest = base.bundle.manifest
     slots = (manifest.drafts.max_tokens,) if manifest.drafts.max_tokens else ()
     asked = DecodeOptions(_COMPLETION, rounds=2)
-    texts, prompts = synthetic_texts(base, acceptance, _REPLAY_PROMPTS, options.context, _COMPLETION)
+    texts = SyntheticTexts(manifest, acceptance, _REPLAY_PROMPTS, options.context, _COMPLETION)
     modes = modes_for(manifest, asked.max_tokens, ("masks",) if slots else (), slots)
-    with replay_runtime(base, texts, acceptance) as runtime:
-        measured = measure_modes(modes, runtime, prompts, asked, lambda line: None)
-    summaries = mode_summaries(measured, modes, prompts, asked)
+    with replay_runtime(base, texts) as runtime:
+        measured = measure_modes(modes, runtime, texts.prompts, asked, lambda line: None)
+    summaries = mode_summaries(measured, modes, texts.prompts, asked)
     plain = summaries[0].tokens_per_second
     return [
         ReplayCost(one.mode, one.tokens_per_second, one.tokens_per_step, one.tokens_per_second / plain)

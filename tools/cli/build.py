@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import asdict
 from functools import partial
 from pathlib import Path
@@ -104,28 +104,22 @@ def command(bundle: Path, rebuild: bool, as_json: bool, **given: Any) -> None:
     refuse_scatter(bundle, manifest.signature)
     targets = _targets(library, given["asked"], given["timing_cache"])
     _refuse_targets(manifest, targets)
-    shapes = _shapes(manifest, given)
-    opened = open_bundle(bundle)  # last, because it hashes the weights
-    manifest, outcomes = opened.manifest, []
+    slots = slots_for(seq_len(manifest, given["max_seq_len"], given["max_slots"]), given["max_slots"])
+    capacity = capacity_for(manifest, slots)
+    shapes = Shapes(capacity, given["max_requests"], given["max_step_rows"], given["prompt_rows"])
+    scratch = None if given["workspace"] is None else given["workspace"] << 20
+    opened, outcomes = open_bundle(bundle), []  # last, because it hashes the weights
     for name in targets:
-        outcomes.append(_build(opened, library, _options(name, shapes, manifest, given), rebuild))
+        build_options = BuildOptions(name, shapes, scratch, manifest.drafts.mask_slots, given["timing_cache"])
+        outcomes.append(_build(opened, library, build_options, rebuild))
         _report(bundle, outcomes[-1], as_json)
     if as_json:
-        show_json({"bundle": str(bundle), "engines": [_as_dict(outcome) for outcome in outcomes]})
-
-
-def _shapes(manifest: Manifest, given: Mapping[str, Any]) -> Shapes:
-    """The shapes that the options ask for."""
-    capacity = capacity_for(
-        manifest, slots_for(seq_len(manifest, given["max_seq_len"], given["max_slots"]), given["max_slots"])
-    )
-    return Shapes(capacity, given["max_requests"], given["max_step_rows"], given["prompt_rows"])
-
-
-def _options(name: str, shapes: Shapes, manifest: Manifest, given: Mapping[str, Any]) -> BuildOptions:
-    """How the engine of a target is built."""
-    scratch = None if given["workspace"] is None else given["workspace"] << 20
-    return BuildOptions(name, shapes, scratch, manifest.drafts.mask_slots, given["timing_cache"])
+        engines = [
+            {"name": outcome.name, **asdict(outcome.record), "built": outcome.built}
+            | {"activation": outcome.activation, "decomposed_why": outcome.decomposed or None}
+            for outcome in outcomes
+        ]
+        show_json({"bundle": str(bundle), "engines": engines})
 
 
 def _build(opened: Bundle, library: Library, build_options: BuildOptions, rebuild: bool) -> BuildResult:
@@ -162,8 +156,16 @@ def _require_unchanged(bundle: Bundle) -> None:
 
 def _report(bundle: Path, outcome: BuildResult, as_json: bool) -> None:
     """Record that this machine built an engine, and print it."""
-    recorded = record_built_engine(outcome.record.sha256)
-    click.echo(_described(bundle, outcome), err=as_json)
+    record = outcome.record
+    recorded = record_built_engine(record.sha256)
+    if record.decomposed:
+        layers = f"{record.decomposed} layer{'s' if record.decomposed > 1 else ''}"
+        why = f"attention of {layers} is decomposed into MatMul and Softmax: {outcome.decomposed}"
+        click.echo(why, err=as_json)
+    activation = "" if outcome.activation is None else f", {size(outcome.activation)} of activation memory"
+    state = "" if outcome.built else ", exists already"
+    described = f"{record.backend} {record.version}, {size(record.size)}{activation}{state}"
+    click.echo(f"{bundle / 'engines' / outcome.name}: {described}", err=as_json)
     if not recorded:
         click.echo("could not record that this machine built the engine: run it with --trust-engines", err=True)
 
@@ -229,22 +231,3 @@ def _memory(manifest: Manifest, shapes: Shapes) -> str:
         f"{size(manifest.graph_bytes)} of weights, {size(kv)} of KV cache for {requests} of "
         f"{shapes.capacity} slots, up to {size(logits)} of logits; the build takes about {size(host_memory(manifest))} of host memory"
     )
-
-
-def _described(bundle: Path, outcome: BuildResult) -> str:
-    record = outcome.record
-    lines = []
-    if record.decomposed:
-        layers = f"{record.decomposed} layer{'s' if record.decomposed > 1 else ''}"
-        lines.append(f"attention of {layers} is decomposed into MatMul and Softmax: {outcome.decomposed}")
-    activation = "" if outcome.activation is None else f", {size(outcome.activation)} of activation memory"
-    state = "" if outcome.built else ", exists already"
-    lines.append(
-        f"{bundle / 'engines' / outcome.name}: {record.backend} {record.version}, {size(record.size)}{activation}{state}"
-    )
-    return "\n".join(lines)
-
-
-def _as_dict(outcome: BuildResult) -> dict[str, Any]:
-    result = {"built": outcome.built, "activation": outcome.activation, "decomposed_why": outcome.decomposed or None}
-    return {"name": outcome.name, **asdict(outcome.record), **result}

@@ -115,10 +115,8 @@ class Chat:
     """A conversation with a model on the terminal; the prefix cache has the turns before."""
 
     def __init__(self, runtime: Runtime, decoding: Decoding, system: str | None) -> None:
-        self.messages: list[dict[str, str]] = []
-        self._runtime = runtime
-        self._decoding = decoding
-        self._set_system(system or "")
+        self._runtime, self._decoding, self._system = runtime, decoding, system or ""
+        self._turns: list[dict[str, str]] = []  # messages of the user and the model
 
     def run(self, name: str) -> None:
         """Read and answer messages to the model of this name until the end of the input."""
@@ -139,14 +137,15 @@ class Chat:
                 show_line("Ctrl-D or /quit exits")
             except SpaceportError as error:
                 show_line(f"error: {name_flags(str(error), command)}")
-                if isinstance(error, OptionFault) and any(message["role"] != "system" for message in self.messages):
+                if isinstance(error, OptionFault) and self._turns:
                     show_line("the messages before are part of the prompt: /reset forgets them")
 
     def respond(self, text: str) -> Completion:
         """Show the answer to a message; what came of one that Ctrl-C ended stays in the conversation."""
-        messages = [*self.messages, {"role": "user", "content": text}]
+        turns = [*self._turns, {"role": "user", "content": text}]
+        system = [{"role": "system", "content": self._system}] if self._system else []
         screen, text_so_far = Screen(), MarkedText(self._runtime.bundle.manifest.tokens.fork)
-        with self._runtime.stream(list(messages), self._decoding) as stream:
+        with self._runtime.stream([*system, *turns], self._decoding) as stream:
             try:
                 for piece in stream:
                     screen.add(text_so_far.add(piece))
@@ -156,7 +155,7 @@ class Chat:
                 screen.end()
             completion = stream.completion()
         if completion.text:
-            self.messages = [*messages, {"role": "assistant", "content": completion.text}]
+            self._turns = [*turns, {"role": "assistant", "content": completion.text}]
         return completion
 
     def _obey(self, name: str, argument: str) -> None:
@@ -164,17 +163,13 @@ class Chat:
         if name == "/help":
             show_line(HELP)
         elif name == "/reset":
-            self.messages = [message for message in self.messages if message["role"] == "system"]
+            self._turns = []
             show_line("the conversation is empty")
         elif name == "/system":
-            self._set_system(argument.strip())
-            show_line("the system prompt is set" if argument.strip() else "the system prompt is removed")
+            self._system = argument.strip()
+            show_line("the system prompt is set" if self._system else "the system prompt is removed")
         else:
             show_line(f"{name} is no command: /help lists them; begin a message with a space to send it as it is")
-
-    def _set_system(self, text: str) -> None:
-        rest = [message for message in self.messages if message["role"] != "system"]
-        self.messages = [{"role": "system", "content": text}, *rest] if text else rest
 
 
 class Screen:

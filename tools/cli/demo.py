@@ -135,7 +135,7 @@ def command(
             return OK if answer_code(cached, asked, max_tokens or CODE_TOKENS, threads, kept) else ACCURACY
         passed = prepare(cached, adapter, threads)
         if page:
-            serve_page(cached.path, "demo", threads, port)
+            serve_page(cached.path, threads, port)
             return OK if passed else ACCURACY
         with Runtime.open(cached.path, threads=threads) as runtime:
             same = compare(runtime, asked, max_tokens or TOKENS)
@@ -179,7 +179,7 @@ def compare(runtime: Runtime, prompts: Mapping[str, Prompt], max_tokens: int) ->
     rows = [row for number, name in enumerate(prompts) for row in rows_of(name, number, modes, measured)]
     show_table("", COLUMNS, rows)
     click.echo(f"\n{LEGEND}")
-    return not measured.outputs.differences
+    return not measured.differences
 
 
 def rows_of(name: str, prompt: int, modes: Sequence[DecodeMode], measured: DecodeMeasurements) -> Iterator[_Row]:
@@ -188,7 +188,7 @@ def rows_of(name: str, prompt: int, modes: Sequence[DecodeMode], measured: Decod
         mode: [one.statistics for one in measured.completions if (one.mode, one.prompt) == (mode.name, prompt)]
         for mode in modes
     }
-    different = {one.mode for one in measured.outputs.differences if one.line == prompt}
+    different = {one.mode for one in measured.differences if one.line == prompt}
     plain = runs[modes[0]]
     for mode, found in runs.items():
         if mode.decoding.fork and found[0].threads == 1:
@@ -199,16 +199,8 @@ def rows_of(name: str, prompt: int, modes: Sequence[DecodeMode], measured: Decod
         drafted = "DIFFERENT" if mode.name in different else "identical"
         output = "-" if mode.name == mode.reference else drafted
         tokens, steps = found[0].tokens - (found[0].threads - 1), found[0].steps  # without [Fork]s
-        yield (
-            name,
-            MODE_TITLES[mode.name],
-            tokens,
-            steps,
-            tokens / steps,
-            median(speeds),
-            f"{median(ratios):.2f}{spread}",
-            output,
-        )
+        counts = (tokens, steps, tokens / steps)
+        yield (name, MODE_TITLES[mode.name], *counts, median(speeds), f"{median(ratios):.2f}{spread}", output)
         name = ""
 
 
@@ -224,7 +216,7 @@ def show_answer(runtime: Runtime, prompts: Mapping[str, Prompt], max_tokens: int
         show(stream, fork, drafts=True)
 
 
-def serve_page(bundle: Path, name: str, threads: int, port: int) -> None:
+def serve_page(bundle: Path, threads: int, port: int) -> None:
     """Serve a bundle with its page until a signal."""
     from spaceport.serving.application import application
     from spaceport.serving.server import listening, serve
@@ -232,7 +224,7 @@ def serve_page(bundle: Path, name: str, threads: int, port: int) -> None:
     opener = partial(Runtime.open, bundle, threads=threads, max_requests=4, prefix_cache=True)
     click.echo(f"open http://127.0.0.1:{port} in a browser; Ctrl-C ends it")
     with listening("127.0.0.1", port) as listener:
-        serve(application({name: opener}, answers_while_opening=True), listener)
+        serve(application({"demo": opener}, answers_while_opening=True), listener)
 
 
 def answer_code(cached: CachedBundle, prompts: Mapping[str, Prompt], max_tokens: int, threads: int, kept: Path) -> bool:
@@ -254,8 +246,13 @@ def answer_code(cached: CachedBundle, prompts: Mapping[str, Prompt], max_tokens:
         for number, (name, prompt) in enumerate(prompts.items(), 1):
             click.echo(f"\n== {number} of {len(prompts)}: {name} ==\n{prompt}")
             chat = [{"role": "user", "content": prompt}]
-            first = answered(runtime, chat, plain, "plain")
-            rows.append(code_row(name, first, answered(runtime, chat, drafted, "drafted")))
+            first, second = (
+                answered(runtime, chat, decoding, title) for decoding, title in ((plain, "plain"), (drafted, "drafted"))
+            )
+            output = "identical" if (first.tokens, first.text) == (second.tokens, second.text) else "DIFFERENT"
+            seconds, faster = first.statistics.seconds, second.statistics.seconds
+            per_step = second.statistics.tokens_per_step
+            rows.append((name, len(first.tokens), seconds, faster, seconds / faster, per_step, output))
     click.echo()
     show_table("", CODE_COLUMNS, rows)
     click.echo(code_next_steps(kept, model_name(cached.checkpoint)))
@@ -274,14 +271,6 @@ def answered(runtime: Runtime, prompt: Prompt, decoding: Decoding, title: str) -
         f"{statistics.tokens_per_step:.2f} tokens per step --"
     )
     return completion
-
-
-def code_row(name: str, plain: Completion, drafted: Completion) -> _Row:
-    """A row of the table of answers."""
-    seconds, drafted_seconds = plain.statistics.seconds, drafted.statistics.seconds
-    output = "identical" if drafted.tokens == plain.tokens and drafted.text == plain.text else "DIFFERENT"
-    speedup, per_step = seconds / drafted_seconds, drafted.statistics.tokens_per_step
-    return name, len(plain.tokens), seconds, drafted_seconds, speedup, per_step, output
 
 
 def next_steps(model: Path) -> str:

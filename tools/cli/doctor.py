@@ -15,7 +15,6 @@ import click
 from spaceport import __version__
 from spaceport.graphs.contract.faults import MissingDependency
 from spaceport.graphs.contract.installation import install_command, installed_version
-from spaceport.graphs.contract.manifest import FLAVOURS
 from spaceport.kernels.build import INSTALL_COMPILER, SOURCES
 from spaceport.runtime.backends import BACKENDS, clashing, require_device
 from spaceport.runtime.backends.machine import NoGpu, cpu_class, cpu_name, gpu, instruction_sets, no_gpu, usable_cpus
@@ -79,17 +78,6 @@ else:
     names = {"instruction_set": native.instruction_set(path), "instruction_sets": native.instruction_sets(path)}
     print(json.dumps({"library": str(path), "version": native.version(path)} | names))
 """
-# argv: a TensorRT library. Prints its version and the GPU architectures that it builds for without a GPU, one per line.
-BUILDER = """
-import sys
-from spaceport.exporter.tensorrt.to_tensorrt import open_library
-from spaceport.graphs.contract.faults import MissingDependency
-try:
-    library = open_library(sys.argv[1])
-except MissingDependency as error:
-    sys.exit(str(error))
-print(library.version, *library.targets, sep="\\n")
-"""
 
 
 @click.command("doctor")
@@ -104,12 +92,8 @@ def command(as_json: bool) -> int:
         show_json(found)
     else:
         show(found)
-    return OK if healthy(found) else MISSING
-
-
-def healthy(found: Mapping[str, Any]) -> bool:
-    """Whether a backend is ready and no problem was found."""
-    return not found["problems"] and any(backend["ready"] for backend in found["backends"])
+    ready = any(backend["ready"] for backend in found["backends"])
+    return OK if ready and not found["problems"] else MISSING
 
 
 def show(found: Mapping[str, Any]) -> None:
@@ -119,8 +103,6 @@ def show(found: Mapping[str, Any]) -> None:
     show_table("\nPackages", ("package", "version", "used for", "install with"), rows)
     rows = [(one["backend"], "yes" if one["ready"] else "no", one["why"]) for one in found["backends"]]
     show_table("\nBackends", ("backend", "ready", "why"), rows)
-    rows = [(one["flavour"], one["version"], ", ".join(one["targets"]) or one["why"]) for one in found["builders"]]
-    show_table("\nTensorRT builders", ("library", "version", "builds for"), rows)
     for problem in found["problems"]:
         click.echo(f"\nproblem: {problem}")
 
@@ -151,7 +133,6 @@ def survey() -> dict[str, Any]:
         "packages": packages,
         "native_operators": native,
         "backends": [*map(_backend, BACKENDS)],
-        "builders": [*map(_builder, FLAVOURS)],
         "problems": [problem for problem in problems if problem is not None],
     }
 
@@ -186,20 +167,6 @@ def _backend(name: str) -> dict[str, Any]:
         return {"backend": name, "ready": False, "why": str(error)}
     ready, said = _probe(PROBE, name)
     return {"backend": name, "ready": ready, "why": ", ".join(said)}
-
-
-def _builder(flavour: str) -> dict[str, Any]:
-    ready, said = _probe(BUILDER, flavour)
-    if not ready:
-        return {"flavour": flavour, "version": None, "targets": [], "why": said[-1]}
-    version, *targets = said
-    why = ""
-    if not targets:  # it builds for the GPU of this machine
-        try:
-            targets = [gpu().target]
-        except NoGpu as error:
-            why = f"builds for the GPU of this machine, and there is none: {error}"
-    return {"flavour": flavour, "version": version, "targets": targets, "why": why}
 
 
 def _probe(code: str, argument: str) -> tuple[bool, list[str]]:

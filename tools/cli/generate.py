@@ -7,7 +7,7 @@ import re
 import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
-from itertools import combinations
+from itertools import starmap
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -48,7 +48,7 @@ from spaceport.tools.cli.options import (
 from spaceport.tools.terminal.generation import as_dict, show, show_statistics
 from spaceport.tools.terminal.screen import show_json, show_notes
 
-_FILES = ("trace", "report")  # that show what each step did
+_THREADS = ("max_threads", "max_depth")  # options of forks
 
 
 class Generate(Sectioned):
@@ -113,7 +113,7 @@ _outputs = options(
 _engines = options(
     max_seq_len_option,
     max_slots_option,
-    limit_option(),
+    limit_option,
     backend_option,
     runtime_engine_options,
 )
@@ -135,7 +135,7 @@ def command(context: click.Context, /, bundle: Path, prompt: str | None, **given
     Without PROMPT, and with -, the prompt comes from standard input.
     """
     check_before(context)
-    check_files({f"--{name}": given[name] for name in _FILES})
+    check_files(given["trace"], given["report"])
     text = read_prompt(prompt, given["prompt_file"])
     prompted: Prompt = chat_prompt(text, given["system"], given["chat_template_kwargs"]) if given["chat"] else text
     decoding = decoding_of(given)
@@ -176,91 +176,62 @@ def read_prompt(prompt: str | None, prompt_file: Path | None) -> str:
     return text
 
 
-def check_files(files: Mapping[str, Path | None]) -> None:
-    """Raise if a file that an option names cannot be written, or if two options name the same file."""
-    named = {option: file for option, file in files.items() if file is not None}
-    if named:
+def check_files(trace: Path | None, report: Path | None) -> None:
+    """Raise if a file that an option names cannot be written, or if both name the same file."""
+    files = [file for file in (trace, report) if file is not None]
+    if files:
         from spaceport.tools.report.files import check_target
 
-        for file in named.values():
+        for file in files:
             check_target(file)
-    for (one, file), (other, same) in combinations(named.items(), 2):
-        if file.resolve() == same.resolve():
-            raise OptionFault(f"{one} and {other} are both {file}: expected two files")
+    if len({file.resolve() for file in files}) < len(files):
+        raise OptionFault(f"--trace and --report are both {trace}: expected two files")
 
 
-def write_files(trace: Trace, tokenizer: Tokenizer, given: dict[str, Any], title: str) -> None:
+def write_files(trace: Trace, tokenizer: Tokenizer, given: Mapping[str, Any], title: str) -> None:
     """Write the trace and the report that the options ask for."""
     from spaceport.tools.report.files import write_report, write_trace
 
     record = trace.record(tokenizer)
     if given["trace"] is not None:
         write_trace(given["trace"], record)
+        click.echo(f"{given['trace']}: trace written", err=True)
     if given["report"] is not None:
         write_report(given["report"], record, title)
-    for option in _FILES:
-        if given[option] is not None:
-            click.echo(f"{given[option]}: {option} written", err=True)
+        click.echo(f"{given['report']}: report written", err=True)
 
 
 def check_before(context: click.Context) -> None:
     """Raise for options that contradict each other or have no effect, whatever the bundle is."""
     given = context.params
-    grammar_flag = (
-        "--regex" if given["regex"] is not None else "--json-schema" if given["json_schema"] is not None else ""
+    grammar = "--regex" if given["regex"] is not None else "--json-schema" if given["json_schema"] is not None else ""
+    sampling, chain = ("top_k", "top_p", "min_p", "seed"), given["draft"] == "chain"
+    rules = (
+        (not given["temperature"], sampling, "without --temperature", "add --temperature 1"),
+        (bool(grammar), _THREADS, f"with {grammar}, which turns threads off", f"leave {grammar} out"),
+        (not given["as_json"], ("logprobs",), "without --json", "add --json"),
+        (not given["chat"], ("system", "chat_template_kwargs"), "without --chat", "add --chat"),
+        (given["as_json"], ("show_drafts",), "with --json", "leave --json out"),
+        (chain, ("draft_rows", "draft_siblings"), "with --draft chain", "use --draft tree"),
+        (given["fork"] is False, _THREADS, "with --no-fork", "leave --no-fork out"),
     )
-    refuse_unused(
-        context,
-        (
-            Unused(
-                not given["temperature"],
-                ("top_k", "top_p", "min_p", "seed"),
-                "without --temperature",
-                "add --temperature 1",
-            ),
-            Unused(
-                bool(grammar_flag),
-                ("max_threads", "max_depth"),
-                f"with {grammar_flag}, which turns threads off",
-                f"leave {grammar_flag} out",
-            ),
-            Unused(not given["as_json"], ("logprobs",), "without --json", "add --json"),
-            Unused(not given["chat"], ("system", "chat_template_kwargs"), "without --chat", "add --chat"),
-            Unused(given["as_json"], ("show_drafts",), "with --json", "leave --json out"),
-            Unused(
-                given["draft"] == "chain", ("draft_rows", "draft_siblings"), "with --draft chain", "use --draft tree"
-            ),
-            Unused(given["fork"] is False, ("max_threads", "max_depth"), "with --no-fork", "leave --no-fork out"),
-        ),
-    )
+    refuse_unused(context, starmap(Unused, rules))
 
 
 def check_with(context: click.Context, manifest: Manifest, decoding: Decoding) -> None:
     """Raise for options that have no effect with this bundle."""
-    draft_config = decoding.draft_config(manifest.drafts, unmeasured(manifest).allows_drafts)
-    no_masks = not (draft_config.mask_slots or draft_config.heads)
-    without = "with --mask-slots 0" if manifest.drafts.max_tokens else "with a bundle without mask slots"
-    forks = manifest.tokens.fork is not None
-    refuse_unused(
-        context,
-        (
-            Unused(
-                no_masks,
-                ("draft_siblings",),
-                without,
-                "turn mask slots on" if manifest.drafts.max_tokens else "export the bundle with mask tokens",
-            ),
-            Unused(
-                no_masks and not draft_config.lookup, ("draft", "draft_rows"), without, "turn mask slots or --lookup on"
-            ),
-            Unused(
-                not forks,
-                ("max_threads", "max_depth"),
-                "with a bundle without a fork token",
-                "export the bundle with a fork token",
-            ),
-        ),
+    drafts = decoding.draft_config(manifest.drafts, unmeasured(manifest).allows_drafts)
+    no_masks, forks = not (drafts.mask_slots or drafts.heads), manifest.tokens.fork is not None
+    without, remedy = "with a bundle without mask slots", "export the bundle with mask tokens"
+    if manifest.drafts.max_tokens:
+        without, remedy = "with --mask-slots 0", "turn mask slots on"
+    no_fork = "with a bundle without a fork token"
+    rules = (
+        (no_masks, ("draft_siblings",), without, remedy),
+        (no_masks and not drafts.lookup, ("draft", "draft_rows"), without, "turn mask slots or --lookup on"),
+        (not forks, _THREADS, no_fork, "export the bundle with a fork token"),
     )
+    refuse_unused(context, starmap(Unused, rules))
 
 
 def decoding_of(given: Mapping[str, Any]) -> Decoding:
@@ -272,7 +243,7 @@ def decoding_of(given: Mapping[str, Any]) -> Decoding:
         grammar["json_schema"] = read_text(grammar["json_schema"])
     decoding = declared_values(Decoding, given)
     return Decoding(
-        **decoding | {"trace": any(given[file] is not None for file in _FILES)},
+        **decoding | {"trace": given["trace"] is not None or given["report"] is not None},
         sampling=Sampling(**sampling | {"logit_bias": _biases(given["logit_bias"]), "banned": ()}),
         grammar=Grammar(**grammar) if grammar else None,
     )

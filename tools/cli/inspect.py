@@ -10,7 +10,7 @@ from typing import Any
 
 import click
 
-from spaceport.graphs.contract.draft_methods import CORRECTION_FILE, LOOKUP, UNKNOWN, DraftAcceptance, DraftMethod
+from spaceport.graphs.contract.draft_methods import CORRECTION_FILE, LOOKUP, UNKNOWN, DraftMethod
 from spaceport.graphs.contract.faults import OptionFault
 from spaceport.graphs.contract.manifest import (
     ACCURACY_FILE,
@@ -103,48 +103,35 @@ def command(
                 "accuracy": accuracy(opened),
                 "engine_states": states(opened),
                 "backend": {"name": backend, **use},
-                "exactness": None
-                if exactness is None
-                else asdict(exactness) | {"allows_drafts": exactness.allows_drafts},
+                "exactness": exactness and asdict(exactness) | {"allows_drafts": exactness.allows_drafts},
             }
         )
         return
-    manifest = opened.manifest
-    show_table(
-        "",
-        ("property", "value"),
-        [
-            *facts(manifest).items(),
-            *((f"{backend}, {what}", value) for what, value in use.items()),
-            ("drafted text here", exactness or _UNKNOWN),
-        ],
-    )
-    show_table(
-        "\nGraph",
-        ("tensor", "type", "shape"),
-        [(row["name"], row["dtype"], row["shape"]) for row in short_contract(manifest)],
-    )
-    rows = [(name, size(record.size), record.sha256) for name, record in manifest.files.items()]
-    show_table("\nFiles", ("file", "size", "sha256"), rows)
+    used = {f"{backend}, {what}": value for what, value in use.items()}
+    rows = {**facts(opened.manifest), **used, "drafted text here": exactness or _UNKNOWN}
+    show_table("", ("property", "value"), [*rows.items()])
+    show(opened, memory)
+
+
+def show(bundle: Bundle, memory: Mapping[str, int]) -> None:
+    """Print the graph, the files, the engines, the memory use, the limits and the result of the last check."""
+    manifest, requests, length = bundle.manifest, memory["requests"], memory["max_seq_len"]
+    signature = manifest.signature
+    names = {signature.past[0].name: "past_key_values.*", signature.present[0].name: "present.*"}  # of all layers
+    tensors = [*signature.rows, signature.past[0], *signature.outputs[:2]]
+    shapes = [(names.get(t.name, t.name), t.dtype, f"[{', '.join(map(str, t.shape))}]") for t in tensors]
+    show_table("\nGraph", ("tensor", "type", "shape"), shapes)
+    files = [(name, size(record.size), record.sha256) for name, record in manifest.files.items()]
+    show_table("\nFiles", ("file", "size", "sha256"), files)
     if manifest.engines:
-        columns = (
-            "engine",
-            "size",
-            "slots",
-            "requests",
-            "decode rows",
-            "prefill rows",
-            "attention",
-            "built with",
-            "state",
-        )
-        show_table("\nEngines", columns, engines(opened))
+        columns = ("engine", "size", "slots", "requests", "decode rows", "prefill rows", "attention", "built with")
+        show_table("\nEngines", (*columns, "state"), engines(bundle))
     threads = f", {memory['max_slots']} slots with all threads" if memory["max_slots"] > length else ""
     label = f"\nMemory for {requests} request{'s' if requests > 1 else ''} of {length} tokens{threads}"
     show_table(label, ("item", "size"), [("weights", size(memory["weights"])), ("KV cache", size(memory["kv"]))])
     limits = [(name, "max_seq_len" if most is None else f"{most:,}") for name, most in DEFAULT_LIMITS.as_dict().items()]
     show_table("\nLimits of requests (defaults)", ("limit", "maximum"), limits)
-    click.echo(f"\nAccuracy: {verdict(manifest, accuracy(opened))}")
+    click.echo(f"\nAccuracy: {verdict(manifest, accuracy(bundle))}")
 
 
 def use_of(bundle: Bundle, backend: str, options: EngineOptions) -> dict[str, str]:
@@ -159,7 +146,15 @@ def use_of(bundle: Bundle, backend: str, options: EngineOptions) -> dict[str, st
 
 def facts(manifest: Manifest) -> dict[str, object]:
     """Properties of the model by name."""
-    signature, tokens = manifest.signature, manifest.tokens
+    signature, tokens, drafts = manifest.signature, manifest.tokens, manifest.drafts
+    correction = ", with draft correction" if CORRECTION_FILE in manifest.files else ""
+    partly = (
+        "; native operators compute products only" if manifest.number_format.native and not signature.has_scales else ""
+    )
+    acceptance = {}
+    for measured in drafts.acceptance:
+        heat = f"temperature {measured.temperature:g}" if measured.temperature else "greedy"
+        acceptance[f"acceptance, {heat}"] = measured
     return {
         "family": manifest.model_type,
         "parameters": f"{manifest.parameters:,}",
@@ -167,12 +162,12 @@ def facts(manifest: Manifest) -> dict[str, object]:
         "vocabulary": f"{signature.vocab_size}",
         "max context length": f"{manifest.max_positions}",
         "sliding window": "none" if signature.window is None else f"{signature.window}",
-        "format": described_format(manifest),
+        "format": f"{manifest.format} ({manifest.number_format.purpose}{partly})",
         "lowering": f"{signature.lowering}, {manifest.attention} attention, opset {manifest.opset}",
-        "mask slots": _mask_slots(manifest),
-        "draft heads": manifest.drafts.heads or "none",
-        "drafts by": _drafts(manifest.drafts),
-        **{_acceptance_name(measured): measured for measured in manifest.drafts.acceptance},
+        "mask slots": f"{drafts.mask_slots}{correction}" if drafts.mask_slots else "none",
+        "draft heads": drafts.heads or "none",
+        "drafts by": _drafts(drafts),
+        **acceptance,
         "mask tokens": ", ".join(map(str, tokens.mask)) or "none",
         "fork and child token": f"{tokens.fork}, {tokens.child}" if tokens.fork is not None else "none",
         "end tokens": ", ".join(map(str, tokens.end)) or "none",
@@ -190,24 +185,6 @@ def _drafts(drafts: DraftMethod) -> str:
     return ", ".join(filter(None, (" and ".join(filter(None, predictors)), method, drafts.adapter)))
 
 
-def _acceptance_name(measured: DraftAcceptance) -> str:
-    return f"acceptance, temperature {measured.temperature:g}" if measured.temperature else "acceptance, greedy"
-
-
-def _mask_slots(manifest: Manifest) -> str:
-    if not manifest.drafts.mask_slots:
-        return "none"
-    correction = ", with draft correction" if CORRECTION_FILE in manifest.files else ""
-    return f"{manifest.drafts.mask_slots}{correction}"
-
-
-def described_format(manifest: Manifest) -> str:
-    """The format of a bundle, and what it is for."""
-    partly = manifest.number_format.native and not manifest.signature.has_scales
-    only = "; native operators compute products only" if partly else ""
-    return f"{manifest.format} ({manifest.number_format.purpose}{only})"
-
-
 def contract(manifest: Manifest) -> dict[str, Any]:
     """Every input and output of the graph."""
     return {
@@ -216,36 +193,15 @@ def contract(manifest: Manifest) -> dict[str, Any]:
     }
 
 
-def short_contract(manifest: Manifest) -> list[dict[str, str]]:
-    """Inputs and outputs, with the KV cache of all layers in one row each."""
-    signature = manifest.signature
-    chosen = [*signature.rows, signature.past[0], *signature.outputs[:2]]
-    names = {signature.past[0].name: "past_key_values.*", signature.present[0].name: "present.*"}
-    return [
-        {"name": names.get(t.name, t.name), "dtype": t.dtype, "shape": f"[{', '.join(map(str, t.shape))}]"}
-        for t in chosen
-    ]
-
-
 def engines(bundle: Bundle) -> list[tuple[object, ...]]:
     """A table row for each engine."""
-    found = states(bundle)
-    return [
-        (
-            name,
-            size(record.size),
-            record.capacity,
-            record.requests,
-            record.step_rows,
-            record.prefill_rows,
-            f"{record.decomposed} layer{'s' if record.decomposed > 1 else ''} decomposed"
-            if record.decomposed
-            else "fused",
-            f"{record.backend} {record.version}",
-            found[name],
-        )
-        for name, record in bundle.manifest.engines.items()
-    ]
+    rows: list[tuple[object, ...]] = []
+    for (name, state), record in zip(states(bundle).items(), bundle.manifest.engines.values(), strict=True):
+        layers = f"{record.decomposed} layer{'s' if record.decomposed > 1 else ''} decomposed"
+        limits = (record.capacity, record.requests, record.step_rows, record.prefill_rows)
+        attention, library = layers if record.decomposed else "fused", f"{record.backend} {record.version}"
+        rows.append((name, size(record.size), *limits, attention, library, state))
+    return rows
 
 
 def states(bundle: Bundle) -> dict[str, str]:

@@ -25,10 +25,8 @@ class _Duration(click.ParamType[float]):
     name = "duration"
 
     def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> float:
-        if isinstance(value, (int, float)):
-            return float(value)
-        parts = re.fullmatch(r"(?:(\d+)h)?(?:(\d+)m)?(?:(\d+)s)?", value)
-        if parts is None or not any(parts.groups()):
+        parts = re.fullmatch(r"(?=.)(?:(\d+)h)?(?:(\d+)m)?(?:(\d+)s)?", value)
+        if parts is None:
             self.fail(f"{value!r}: expected hours, minutes and seconds such as 1h30m, 100m or 90s", param, ctx)
         hours, minutes, seconds = (int(part or 0) for part in parts.groups())
         return float(3600 * hours + 60 * minutes + seconds)
@@ -87,9 +85,31 @@ max_slots_option = click.option(
     help="KV cache slots of a request, for its prompt and the output of all its threads; default: --max-seq-len.",
 )
 
+
+def _limits(_: click.Context, __: click.Parameter, given: Sequence[str]) -> Limits:
+    """The limits with those that --limit names changed."""
+    changed: dict[str, int] = {}
+    for pair in given:
+        name, _, number = pair.partition("=")
+        if name not in DEFAULT_LIMITS.as_dict() or not (number.isascii() and number.isdigit()):
+            names = ", ".join(DEFAULT_LIMITS.as_dict())
+            raise OptionFault(f"--limit is {pair!r}: expected NAME=N with one of {names}")
+        changed[name] = int(number)
+    return replace(DEFAULT_LIMITS, **changed)
+
+
+limit_option = click.option(
+    "--limit",
+    "limits",
+    multiple=True,
+    callback=_limits,
+    metavar="NAME=N",
+    help="Raise or lower a limit of requests, such as stop_strings=32; `inspect` shows all; repeatable.",
+)
+
 _RUNTIME = (
     *("backend", "threads", "max_requests", "queue_limit", "max_seq_len", "max_slots", "prefix_cache", "step_costs"),
-    *("call_timeout", "trust_engines", "allow_links", "copy_weights"),
+    *("call_timeout", "trust_engines", "allow_links", "copy_weights", "limits"),
 )
 _ALL = "spaceport.all_options"  # entry of a context: --help-all is given
 _COLUMN = 24  # characters; the help of longer options starts on the next line
@@ -103,18 +123,6 @@ def json_option(what: str) -> Callable[[Any], Any]:
 def overwrite_option(what: str) -> Callable[[Any], Any]:
     """The flag --overwrite, for a command that writes a `what`."""
     return click.option("--overwrite", is_flag=True, help=f"Replace an existing {what}.")
-
-
-def limit_option(callback: Callable[..., Any] | None = None) -> Callable[[Any], Any]:
-    """The option --limit; `callback` checks it."""
-    return click.option(
-        "--limit",
-        "limits",
-        multiple=True,
-        callback=callback,
-        metavar="NAME=N",
-        help="Raise or lower a limit of requests, such as stop_strings=32; `inspect` shows all; repeatable.",
-    )
 
 
 def declared_options(
@@ -159,19 +167,17 @@ def _flag_of(declared: OptionField, default_value: Any) -> Callable[[Any], Any]:
 
 def _in_flags(text: str) -> str:
     """A text with the flags of the options that it names."""
-    return re.sub(r"`([a-z]+(?:_[a-z]+)+)(?:=(\w+))?`", _flag_named, text).replace(
-        "--stop-token-ids", "--stop-token-id"
-    )
 
+    def flag(name: re.Match[str]) -> str:
+        return " ".join(filter(None, (f"--{name[1].replace('_', '-')}", name[2])))
 
-def _flag_named(name: re.Match[str]) -> str:
-    return " ".join(filter(None, (f"--{name[1].replace('_', '-')}", name[2])))
+    text = re.sub(r"`([a-z]+(?:_[a-z]+)+)(?:=(\w+))?`", flag, text)
+    return text.replace("--stop-token-ids", "--stop-token-id")
 
 
 def runtime_options(given: Mapping[str, Any]) -> dict[str, Any]:
     """The arguments of `Runtime.open` among the options of a command."""
-    limits = {"limits": limits_of(given["limits"])} if "limits" in given else {}
-    return {name: given[name] for name in _RUNTIME if name in given} | limits
+    return {name: given[name] for name in _RUNTIME if name in given}
 
 
 def declared_values(declaring: type, given: Mapping[str, Any]) -> dict[str, Any]:
@@ -220,9 +226,8 @@ class Sectioned(click.Command):
         return params
 
     def format_options(self, context: click.Context, formatter: click.HelpFormatter) -> None:
-        listed: dict[str, list[tuple[str, str]]] = {}
-        order = [*self.headings.values(), "Help"]
         heading = "Options"
+        listed: dict[str, list[tuple[str, str]]] = {name: [] for name in (heading, *self.headings.values(), "Help")}
         for option in self.get_params(context):
             is_help = option is self.get_help_option(context) or option.name == "help_all"
             heading = "Help" if is_help else self.headings.get(option.name or "", heading)
@@ -230,12 +235,11 @@ class Sectioned(click.Command):
                 continue
             record = option.get_help_record(context)
             if record is not None and isinstance(option, click.Option):
-                listed.setdefault(heading, []).append(record)
-        for heading, records in sorted(
-            listed.items(), key=lambda item: order.index(item[0]) if item[0] in order else -1
-        ):
-            with formatter.section(heading):
-                formatter.write_dl(records, col_max=_COLUMN)
+                listed[heading].append(record)
+        for heading, records in listed.items():
+            if records:
+                with formatter.section(heading):
+                    formatter.write_dl(records, col_max=_COLUMN)
 
 
 def _show_all(context: click.Context, _: click.Parameter, shown: bool) -> None:
@@ -269,25 +273,9 @@ def refuse_unused(context: click.Context, rules: Iterable[Unused]) -> None:
     """Raise for an option that was given and has no effect."""
     for rule in rules:
         for option in context.command.params if rule.holds else ():
-            if option.name in rule.names and was_given(context, option.name):
+            source = context.get_parameter_source(option.name or "")
+            if option.name in rule.names and source is click.core.ParameterSource.COMMANDLINE:
                 raise OptionFault(f"{option.opts[0]} has no effect {rule.condition}: {rule.remedy}, or leave it out")
-
-
-def was_given(context: click.Context, name: str) -> bool:
-    """Whether an option is on the command line."""
-    return context.get_parameter_source(name) is click.core.ParameterSource.COMMANDLINE
-
-
-def limits_of(given: Sequence[str]) -> Limits:
-    """The limits with those that --limit names changed."""
-    changed: dict[str, int] = {}
-    for pair in given:
-        name, _, number = pair.partition("=")
-        if name not in DEFAULT_LIMITS.as_dict() or not (number.isascii() and number.isdigit()):
-            names = ", ".join(DEFAULT_LIMITS.as_dict())
-            raise OptionFault(f"--limit is {pair!r}: expected NAME=N with one of {names}")
-        changed[name] = int(number)
-    return replace(DEFAULT_LIMITS, **changed)
 
 
 def read_text(file: Path) -> str:

@@ -24,7 +24,6 @@ from spaceport.tools.cli.options import (
     declared_options,
     declared_values,
     limit_option,
-    limits_of,
     max_seq_len_option,
     max_slots_option,
     options,
@@ -57,14 +56,6 @@ class Serve(Sectioned):
 
 def _named(_: click.Context, __: click.Parameter, given: Sequence[str]) -> dict[str, str]:
     return {name: str(path) for name, path in models_of(given).items()}
-
-
-def _known_limits(_: click.Context, __: click.Parameter, given: Sequence[str]) -> Sequence[str]:
-    try:
-        limits_of(given)
-    except OptionFault as error:
-        raise click.BadParameter(str(error)) from error
-    return given
 
 
 _network = options(
@@ -106,7 +97,7 @@ _requests = options(
     click.option("--queue-limit", type=int, help="Requests that may wait; default: 256."),
     max_seq_len_option,
     max_slots_option,
-    limit_option(_known_limits),
+    limit_option,
     click.option(
         "--prefix-cache/--no-prefix-cache",
         default=True,

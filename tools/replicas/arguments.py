@@ -7,9 +7,9 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from spaceport.graphs.contract.faults import OptionFault
+from spaceport.runtime.limits import Limits
 from spaceport.runtime.sampling.option_fields import check_options, documented, option, option_fields
 from spaceport.tools.cli.configuration import nearest, options_in
-from spaceport.tools.cli.options import limits_of
 from spaceport.tools.cli.serve import command, service_options_of
 
 _SOURCE = "args"
@@ -63,7 +63,8 @@ class Arguments:
     def queue_limit(self) -> int:
         """Requests that wait in a replica."""
         given: int | None = self.service["queue_limit"]
-        return limits_of(self.service["limits"]).queued_requests if given is None else given
+        limits: Limits = self.service["limits"]
+        return limits.queued_requests if given is None else given
 
 
 def arguments_of(given: Mapping[str, Any]) -> Arguments:

@@ -13,11 +13,10 @@ from spaceport.graphs.contract.draft_methods import DraftMethod
 from spaceport.graphs.contract.faults import OptionFault
 from spaceport.graphs.contract.manifest import Manifest
 from spaceport.runtime.bundle import read_manifest
-from spaceport.runtime.comparison import TokenDifference
 from spaceport.runtime.decode.sequence_group import Statistics
 from spaceport.runtime.decoding import Decoding
 from spaceport.runtime.session import Runtime
-from spaceport.tools.bench.decode import DecodeResults, ModeSummary, Rate, mode_summaries
+from spaceport.tools.bench.decode import ModeSummary, Rate, Spread, mode_summaries
 from spaceport.tools.bench.decode_measuring import (
     MODES,
     PLAIN,
@@ -25,19 +24,16 @@ from spaceport.tools.bench.decode_measuring import (
     DecodeMode,
     DecodeOptions,
     MeasuredCompletion,
-    OutputDifference,
     measure_modes,
     modes_for,
     parse_modes,
 )
-from spaceport.tools.bench.replay import replay_runtime, synthetic_texts
-from spaceport.tools.bench.report import Spread
+from spaceport.tools.bench.replay import SyntheticTexts, replay_runtime
 from spaceport.verify.prompts import TokenizedPrompt
 
 Replayed = Callable[..., list[ModeSummary]]  # called with numbers of mask slots
 TWO_MODES = (DecodeMode(PLAIN, Decoding(), PLAIN), DecodeMode("default", Decoding(), PLAIN))
 PROMPTS = (TokenizedPrompt(2, (1, 2, 3)), TokenizedPrompt(7, (4,)))
-OPTIONS = DecodeOptions(rounds=2, temperatures=(0.0,))
 # Seconds of each completion by mode, round and prompt; the second prompt's completion is empty in both modes.
 SECONDS = {PLAIN: ((4.0, 1.0), (6.0, 1.0)), "default": ((2.0, 1.0), (2.0, 1.0))}
 DRAFTED = {
@@ -51,8 +47,8 @@ DRAFTED = {
 pytestmark = pytest.mark.on_change()  # runs thousands of steps
 
 
-def report(different: int = 0, options: DecodeOptions = OPTIONS, tokens_of_first: int = 12) -> DecodeResults:
-    """A report of given statistics."""
+def summaries() -> tuple[ModeSummary, ...]:
+    """The summaries of SECONDS and DRAFTED."""
     found = DecodeMeasurements()
     for mode, rounds in SECONDS.items():
         for number, row in enumerate(rounds, 1):
@@ -60,7 +56,7 @@ def report(different: int = 0, options: DecodeOptions = OPTIONS, tokens_of_first
             for prompt, seconds in enumerate(row):
                 statistics = Statistics(
                     steps=12 if mode == PLAIN else 8,
-                    tokens=0 if prompt else tokens_of_first,
+                    tokens=0 if prompt else 12,
                     engine_seconds=0.75 * seconds,
                     outside_seconds=0.25 * seconds,
                     first_token_seconds=seconds / 10,
@@ -69,12 +65,7 @@ def report(different: int = 0, options: DecodeOptions = OPTIONS, tokens_of_first
                     **({} if prompt or mode == PLAIN else DRAFTED),  # type: ignore[arg-type]
                 )
                 found.completions.append(MeasuredCompletion(mode, 0.0, number, prompt, statistics))
-    found.outputs.compared["default", 0.0] = 6
-    found.outputs.differences += [
-        OutputDifference("default", PLAIN, 0.0, 1, 7, TokenDifference((0,), 9, 6, None, 99))
-    ] * different
-    summaries = mode_summaries(found, TWO_MODES, PROMPTS, options)
-    return DecodeResults("x.bundle", "Engine, cpu", "a CPU", 2, options, 2, summaries, tuple(found.outputs.differences))
+    return mode_summaries(found, TWO_MODES, PROMPTS, DecodeOptions(rounds=2, temperatures=(0.0,)))
 
 
 def names_of(manifest: Manifest, names: tuple[str, ...] | None = None, fixed: tuple[int, ...] = ()) -> list[str]:
@@ -130,16 +121,16 @@ def replayed(bundle: Path, acceptance: tuple[float, ...], requests: int = 1, see
     """Decodes synthetic texts with these acceptance rates in chains of a number of mask slots."""
     options = DecodeOptions(96, rounds=1, requests=requests)
     with Runtime.open(bundle, threads=1, max_requests=requests) as base:
-        texts, prompts = synthetic_texts(base, acceptance, 6, 16, 96, seed)
-        with replay_runtime(base, texts, acceptance) as runtime:
+        texts = SyntheticTexts(base.bundle.manifest, acceptance, 6, 16, 96, seed)
+        with replay_runtime(base, texts) as runtime:
             assert (runtime.costs, runtime.exactness) == (base.costs, base.exactness)
 
             def of(*slots: int) -> list[ModeSummary]:
                 modes = modes_for(base.bundle.manifest, 96, (), slots)
-                measured = measure_modes(modes, runtime, prompts, options, lambda line: None)
-                assert not measured.outputs.differences
-                assert set(measured.outputs.compared.values()) == {6 * 2}
-                return list(mode_summaries(measured, modes, prompts, options))
+                measured = measure_modes(modes, runtime, texts.prompts, options, lambda line: None)
+                assert not measured.differences
+                assert set(measured.compared.values()) == {6 * 2}
+                return list(mode_summaries(measured, modes, texts.prompts, options))
 
             yield of
 
@@ -172,15 +163,17 @@ def test_the_inner_engine_computes_every_row(tiny_bundle: Path, monkeypatch: pyt
         fed: list[int] = []
         run = base.engine.run
         monkeypatch.setattr(base.engine, "run", lambda batch: (fed.append(batch.input_ids.size), run(batch))[1])
-        texts, (prompt,) = synthetic_texts(base, (0.5,), 1, 8, 20)
-        with replay_runtime(base, texts, (0.5,)) as runtime:
-            found = runtime.generate(list(prompt.tokens), Decoding(max_tokens=20, mask_slots=2, draft="chain"))
+        texts = SyntheticTexts(base.bundle.manifest, (0.5,), 1, 8, 20)
+        with replay_runtime(base, texts) as runtime:
+            found = runtime.generate(
+                list(texts.prompts[0].tokens), Decoding(max_tokens=20, mask_slots=2, draft="chain")
+            )
     assert sum(fed) == found.statistics.rows
     assert found.tokens == tuple(texts.tokens[0, 8:28].tolist())
 
 
 def test_rates_are_medians_of_rounds_and_speedups_are_paired() -> None:
-    plain, default = report().modes
+    plain, default = summaries()
     assert plain.tokens_per_second == pytest.approx((12 / 5 + 12 / 7) / 2)
     assert default.tokens_per_second == pytest.approx(12 / 3)
     assert isinstance(default.throughput_ratio, Spread)

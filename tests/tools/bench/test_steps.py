@@ -24,7 +24,7 @@ from spaceport.tools.bench.steps import (
     steps_report,
     weight_bytes,
 )
-from spaceport.tools.cli import INPUT, OK, USAGE, run
+from spaceport.tools.cli import OK, run
 from support.cache import built
 from support.hash_engine import HashEngine, Language
 from support.stand_in_driver import engine_on_cpu
@@ -105,11 +105,3 @@ def test_steps_select_tokens_on_the_device_as_decoding_does(tiny_bundle: Path, m
     assert found.share == pytest.approx(0.8)
     (line,) = steps_report([found], StepOptions(rows=(1,))).conclusions
     assert line.endswith("a step of 1 rows reads the weights with 0.80 of the device's bandwidth")
-
-
-def test_a_mistake_about_random_models_is_explained(tmp_path: Path, tiny_bundle: Path, capfd: Capture) -> None:
-    assert run(["bench", "random", "900b", str(tmp_path / "x")]) == USAGE
-    assert "shape is '900b': expected one of tiny, 1b, 7b, 8b" in capfd.readouterr().err
-    assert run(["bench", "steps", str(tiny_bundle), "--transformers"]) == USAGE
-    assert "expected a folder that `spaceport bench random` wrote" in capfd.readouterr().err
-    assert run(["bench", "steps", str(tmp_path / "nothing")]) == INPUT

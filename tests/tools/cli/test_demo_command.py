@@ -28,7 +28,7 @@ from spaceport.tools.bench.decode_measuring import (
     OutputDifference,
     measure_modes,
 )
-from spaceport.tools.cli import USAGE, demo, run
+from spaceport.tools.cli import demo, run
 from spaceport.tools.cli.bundle_cache import CachedBundle
 from spaceport.tools.cli.demo import answer_code, answered, compare, program_and, rows_of
 from spaceport.tools.demo.prompts import prompts_of
@@ -54,7 +54,7 @@ def test_a_text_that_forks_has_four_rows_and_differences_are_shown_where_they_ar
 ) -> None:
     def planted(*given: Any) -> DecodeMeasurements:
         measured = measure_modes(*given)
-        measured.outputs.differences.append(different)
+        measured.differences.append(different)
         return measured
 
     different = OutputDifference("forked+drafted", "forked", 0.0, 1, 0, TokenDifference((0,), 9, 6, None, 99))
@@ -189,16 +189,3 @@ def test_prompts_of_another_form_are_refused(tmp_path: Path, content: str) -> No
     (tmp_path / "prompts.json").write_text(content, "utf-8")
     with pytest.raises(InputFault, match=r"has other content .*: expected an object of names and prompts"):
         prompts_of(tmp_path)
-
-
-@pytest.mark.parametrize(
-    ("arguments", "message"),
-    [
-        (["--code"], "--code without CHECKPOINT: name a chat model"),
-        (["--code", "model.gguf", "--page"], "--code with --page: expected one of them"),
-        (["--page", "--prompt", "x"], "--page with --prompt"),
-    ],
-)
-def test_mistakes_come_before_the_export(arguments: list[str], message: str, capfd: Capture) -> None:
-    assert run(["demo", *arguments]) == USAGE
-    assert message in capfd.readouterr().err

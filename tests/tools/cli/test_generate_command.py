@@ -21,6 +21,7 @@ from spaceport.runtime.sampling.sampler import Sampling
 from spaceport.runtime.session import Runtime
 from spaceport.runtime.text.messages import ChatPrompt
 from spaceport.tools.cli import INPUT, OK, USAGE, run
+from spaceport.tools.cli.generate import command, decoding_of
 from support.paths import TINY
 from support.small_bundle import edit, forking_copy
 
@@ -59,7 +60,7 @@ OPTIONS: list[tuple[list[object], Decoding]] = [
     (["--max-tokens", 40], Decoding(max_tokens=40)),
     (["--stop", "zz", "--stop", "JSON"], Decoding(stop=("zz", "JSON"))),
     (["--stop-token-id", 362, "--stop-token-id", 5], Decoding(stop_token_ids=(362, 5))),
-    (["--stop", "JSON", "--include-stop"], Decoding(stop="JSON", include_stop=True)),
+    (["--stop", "JSON", "--include-stop"], Decoding(stop=("JSON",), include_stop=True)),
     (["--mask-slots", 0], Decoding(mask_slots=0)),
     (["--draft", "chain"], Decoding(draft="chain")),
     (["--draft-siblings", 1], Decoding(draft_siblings=1)),
@@ -70,25 +71,33 @@ OPTIONS: list[tuple[list[object], Decoding]] = [
     (["--max-depth", 2], Decoding(max_depth=2)),
     (["--temperature", 0.9, "--seed", 3], Decoding(sampling=Sampling(0.9, seed=3))),
     (["--temperature", 0.9, "--seed", 3, "--top-p", 0.5], Decoding(sampling=Sampling(0.9, top_p=0.5, seed=3))),
+    (["--temperature", 1, "--top-k", 5, "--min-p", 0.1], Decoding(sampling=Sampling(1.0, top_k=5, min_p=0.1))),
     (["--repetition-penalty", 1.5], Decoding(sampling=Sampling(repetition_penalty=1.5))),
     (["--logit-bias", "362=-9", "--logit-bias", "5=3"], Decoding(sampling=Sampling(logit_bias={362: -9, 5: 3}))),
-    (["--ban", "362", "--ban", "JSON"], Decoding(sampling=Sampling(banned=(362, 322)))),
     (["--logprobs", 1], Decoding(logprobs=1)),
     (["--regex", "[a-z =]+"], Decoding(grammar=Grammar(regex="[a-z =]+"))),
 ]
 
 
 @pytest.mark.parametrize(("arguments", "decoding"), OPTIONS)
-def test_an_option_has_the_effect_of_the_python_option(
-    forking: Path, runtime: Runtime, capfd: Capture, arguments: list[object], decoding: Decoding
-) -> None:
-    if decoding.max_tokens is None:
-        arguments, decoding = [*arguments, "--max-tokens", 60], replace(decoding, max_tokens=60)
+def test_an_option_is_the_python_option(arguments: list[object], decoding: Decoding) -> None:
+    given = command.make_context("generate", ["bundle", "prompt", *map(str, arguments)]).params
+    assert decoding_of(given) == decoding
+
+
+def test_json_has_everything_of_a_completion(forking: Path, runtime: Runtime, capfd: Capture) -> None:
+    decoding = Decoding(max_tokens=60, logprobs=2, sampling=Sampling(banned=(362, 322)))
     expected = runtime.generate(DECODER, decoding)
-    found = json.loads(printed(capfd, forking, "--json", *arguments)[0])
-    assert (found["text"], found["ending"]) == (expected.text, expected.ending)
-    assert tuple(found["tokens"]) == expected.tokens
-    assert (tuple(found["prompt_tokens"]), found["seed"]) == (expected.prompt_tokens, decoding.sampling.seed)
+    options = ("--max-tokens", 60, "--logprobs", 2, "--ban", "362", "--ban", "JSON", "--json")
+    found = json.loads(printed(capfd, forking, *options)[0])
+    assert (found["text"], found["ending"], found["seed"]) == (expected.text, expected.ending, None)
+    assert (tuple(found["tokens"]), tuple(found["prompt_tokens"])) == (expected.tokens, expected.prompt_tokens)
+    assert [one["logprob"] for one in found["logprobs"]] == [one.logprob for one in expected.logprobs]
+    assert [one["token"] for one in found["logprobs"]] == found["tokens"]
+    assert {len(one["top"]) for one in found["logprobs"]} == {2}
+    root = found["threads"][0]
+    joined = b"".join(bytes(one["bytes"]) for one in root["logprobs"] if one["text"] != "\n")  # its [Fork] token
+    assert joined.decode() == root["text"]
     assert [len(thread.pop("logprobs")) for thread in found["threads"]] == [len(t.logprobs) for t in expected.threads]
     threads = [asdict(replace(thread, logprobs=())) for thread in expected.threads]
     assert [{**thread, "logprobs": []} for thread in found["threads"]] == json.loads(json.dumps(threads))
@@ -138,18 +147,6 @@ def test_the_seed_of_a_run_reproduces_its_output(forking: Path, capfd: Capture) 
     assert other["text"] != first["text"]
 
 
-def test_json_reports_log_probabilities_with_text_and_bytes(forking: Path, runtime: Runtime, capfd: Capture) -> None:
-    expected = runtime.generate(DECODER, Decoding(max_tokens=60, logprobs=2))
-    found = json.loads(printed(capfd, forking, "--max-tokens", 60, "--json", "--logprobs", 2)[0])
-    assert [(one["token"], one["logprob"]) for one in found["logprobs"]] == [
-        (token, one.logprob) for token, one in zip(found["tokens"], expected.logprobs, strict=True)
-    ]
-    assert {len(one["top"]) for one in found["logprobs"]} == {2}
-    root = found["threads"][0]
-    joined = b"".join(bytes(one["bytes"]) for one in root["logprobs"] if one["text"] != "\n")  # its [Fork] token
-    assert joined.decode() == root["text"]
-
-
 def test_a_trace_and_a_report_are_written(forking: Path, tmp_path: Path, capfd: Capture) -> None:
     trace, report = tmp_path / "t.json", tmp_path / "r.html"
     plain, _ = printed(capfd, forking, "--max-tokens", 60, "--json")
@@ -185,11 +182,11 @@ def refused(capfd: Capture, message: str, bundle: Path, *arguments: object, code
 # What Decoding and Sampling refuse by themselves has tests of its own; these are options, and the names of flags.
 WRONG: list[tuple[list[object], str]] = [
     (["a", "--prompt-file", __file__], "PROMPT and --prompt-file are both given: expected PROMPT"),
-    ([""], "the prompt is empty: expected at least one character"),
     (["a", "--mask-slots", 6], "--mask-slots is 6: expected 0 to 5, the number that the bundle was exported with"),
     (["a", "--max-total-tokens", 5000], r"make 5002 slots, --max-slots is 1024: lower .* to 1022, or"),
     (["a", "--chat", "--chat-template-kwargs", "{"], "--chat-template-kwargs: .*: expected a JSON object"),
     (["a", "--lookup", 3, "--draft", "chain"], "--lookup is 3 with --draft chain: it applies to --draft tree only"),
+    (["a", "--regex", "a", "--fork"], "--fork is True with a grammar: a constrained completion cannot fork"),
     (["a", "--draft-rows", 3, "--mask-slots", 0], "--draft-rows has no effect with .* 0: turn mask slots or --lookup"),
     (["a", "--json", "--show-drafts"], "--show-drafts has no effect with --json"),
     (["a", "--seed", 0], "--seed has no effect without --temperature: add --temperature 1, or leave it out"),
@@ -197,7 +194,6 @@ WRONG: list[tuple[list[object], str]] = [
     (["a", "--logit-bias", "5=1", "--logit-bias", "5=2"], "--logit-bias names token 5 twice: expected one number"),
     (["a", "--ban", "class JSON"], r"--ban 'class JSON' is \d+ tokens, \[\d+, .*: expected one token; give its id"),
     (["a", "--json-schema", TINY / "README.md"], "--json-schema is not JSON: .*: expected a schema such as"),
-    (["a", "--regex", "a", "--fork"], "--fork is True with a grammar: a constrained completion cannot fork"),
     (["a", "--report", "nowhere/r.html"], "nowhere/r.html: the folder .*nowhere does not exist: create it first"),
     (["a", "--trace", "same", "--report", "./same"], "--trace and --report are both same: expected two files"),
     (["a", "--logprobs", 2], "--logprobs has no effect without --json"),

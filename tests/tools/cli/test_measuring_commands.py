@@ -13,18 +13,18 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from click.testing import CliRunner, Result
+from click.testing import CliRunner
 
 from spaceport.exporter.export import ExportOptions
-from spaceport.graphs.contract.faults import InputFault, OptionFault
+from spaceport.graphs.contract.faults import InputFault
 from spaceport.graphs.contract.formats import FORMATS
 from spaceport.runtime.decode import step as loop
 from spaceport.runtime.decode.sources import USUAL_LOOKUP
-from spaceport.tools.cli import ACCURACY, INPUT, OK, USAGE, cli, run
+from spaceport.tools.cli import ACCURACY, OK, cli, run
 from spaceport.verify.audit import requests_for
 from spaceport.verify.prompts import AuditPrompt, read_prompts
 from support.exported import bundle_of
-from support.paths import ROOT, TINY
+from support.paths import TINY
 from support.small_bundle import RECORD, fill
 from support.spoilt_engine import lenient
 
@@ -33,12 +33,6 @@ HEAVY = ("torch", "transformers", "onnx", "polygraphy", "tensorrt", "tensorrt_rt
 # argv: arguments. The program without the packages that only exports need.
 LIGHT = f"import sys; sys.modules.update(dict.fromkeys({HEAVY})); from spaceport.tools.cli import main; main()"
 Capture = pytest.CaptureFixture[str]
-
-
-def data_file(folder: Path, *lines: dict[str, Any]) -> Path:
-    file = folder / "data.jsonl"
-    file.write_text("".join(json.dumps(line) + "\n" for line in lines), "utf-8")
-    return file
 
 
 def chat(question: str, answer: str) -> dict[str, Any]:
@@ -80,34 +74,22 @@ def test_inspect_says_beforehand_what_would_run_on_the_cpu_instead_of_a_gpu(half
     assert "onnxruntime-cuda, CUDA graphs" in capfd.readouterr().out
 
 
-def call(*arguments: object) -> Result:
-    return CliRunner().invoke(cli, ["acceptance", *map(str, arguments)])
-
-
-def numbers(*arguments: object) -> dict[str, Any]:
-    result = call(*arguments, "--json")
-    if result.exception:
-        raise result.exception
-    found: dict[str, Any] = json.loads(result.stdout)
+def acceptance(folder: Path, *models: Path, options: str = "") -> list[dict[str, Any]]:
+    """The numbers of models with LINES."""
+    file = folder / "data.jsonl"
+    file.write_text("".join(json.dumps(line) + "\n" for line in LINES), "utf-8")
+    words = ["acceptance", *map(str, models), str(file), "--max-tokens", "40", *options.split(), "--json"]
+    result = CliRunner().invoke(cli, words, catch_exceptions=False)
+    found: list[dict[str, Any]] = json.loads(result.stdout)["models"]
     return found
-
-
-def tiny_copy(folder: Path, **config: Any) -> Path:
-    """The tiny checkpoint with another draft configuration, or without one."""
-    copy = shutil.copytree(TINY, folder / "copy", ignore=shutil.ignore_patterns("__pycache__"))
-    (copy / "sar_config.json").unlink()
-    if config:
-        (copy / "sar_config.json").write_text(json.dumps(config))
-    return copy
 
 
 def test_a_checkpoint_and_its_bundles_have_the_same_acceptance(
     tmp_path: Path, tiny_bundle: Path, tiny_append_bundle: Path
 ) -> None:
-    file, options = data_file(tmp_path, *LINES), ("--max-tokens", 40)
-    (checkpoint,) = numbers(TINY, file, *options)["models"]
+    (checkpoint,) = acceptance(tmp_path, TINY)
     models = [tiny_bundle, tiny_append_bundle]
-    rows = numbers(*models, file, *options, "--threads", 1)["models"]
+    rows = acceptance(tmp_path, *models, options="--threads 1")
     assert rows == [{**checkpoint, "model": str(model)} for model in models]
     assert (checkpoint["answers"], checkpoint["draft_tokens"]) == (3, 5)
     assert checkpoint["tokens_per_step"] > 1.5
@@ -120,54 +102,14 @@ def test_a_checkpoint_and_its_bundles_have_the_same_acceptance(
 @pytest.mark.torch
 def test_saved_rates_are_those_of_the_measurement(tmp_path: Path) -> None:
     before = json.loads((TINY / "sar_config.json").read_text("utf-8"))
-    checkpoint = tiny_copy(tmp_path, **before)
-    (found,) = numbers(checkpoint, data_file(tmp_path, *LINES), "--max-tokens", 40, "--save")["models"]
+    checkpoint = shutil.copytree(TINY, tmp_path / "copy")
+    (found,) = acceptance(tmp_path, checkpoint, options="--save")
     entries = json.loads((checkpoint / "sar_config.json").read_text("utf-8"))
     (measured,) = entries.pop("acceptance")
     assert entries == before
     assert measured["rates"] == [round(rate, 4) for rate in accumulate(found["acceptance"], min)]
     assert (measured["tokens"], measured["data"], measured["temperature"]) == (found["tokens"], "data.jsonl", 0.0)
     assert measured["lookup"] != [round(rate, 4) for rate in USUAL_LOOKUP]
-
-
-@pytest.mark.parametrize(
-    ("models", "options", "message"),
-    [
-        ("B", "--limit 0", "--limit is 0: expected a whole number of at least 1"),
-        ("B", "--max-seq-len 1", "--max-seq-len is 1: expected 2 to 1024"),
-        ("B", "--save", "--save with .*: expected a checkpoint folder"),
-        ("B", "--temperature -1", "temperature is -1.0: expected"),
-        ("TINY", "--save --temperature 0.7", "--save with --temperature 0.7: expected greedy answers"),
-        ("TINY", "--backend onnxruntime", "is a checkpoint and runs in PyTorch: leave --backend out"),
-        ("TINY TINY", "--save", "--save with several models: expected one CHECKPOINT with it"),
-    ],
-)
-def test_an_invalid_option_is_an_error_before_a_model_is_measured(
-    tmp_path: Path, tiny_bundle: Path, models: str, options: str, message: str
-) -> None:
-    paths = {"B": tiny_bundle, "TINY": TINY}
-    before = (tiny_bundle / "manifest.json").read_bytes()
-    result = call(*(paths[name] for name in models.split()), data_file(tmp_path, *LINES), *options.split())
-    assert isinstance(result.exception, OptionFault)
-    assert re.search(message, str(result.exception))
-    assert "measuring" not in result.output
-    assert (tiny_bundle / "manifest.json").read_bytes() == before
-
-
-@pytest.mark.torch
-def test_models_and_data_that_cannot_be_measured_are_errors(tmp_path: Path, tiny_bundle: Path) -> None:
-    plain = tiny_copy(tmp_path)
-    for models, lines, message in (
-        ([tmp_path], LINES, "expected a checkpoint .* or a bundle"),
-        ([tiny_bundle, tmp_path / "none"], LINES, "none: expected a checkpoint .* or a bundle"),
-        ([plain], LINES, "has no mask token and no heads, so there are no draft tokens.*spaceport tune"),
-        ([tiny_bundle], (), "has no prompt"),
-        ([tiny_bundle], (chat("import json\n" * 1000, ""),), "none of its 1 prompts has less than 1024 tokens"),
-    ):
-        result = call(*models, data_file(tmp_path, *lines))
-        assert isinstance(result.exception, InputFault)
-        with pytest.raises(InputFault, match=f"(?s){message}"):
-            raise result.exception
 
 
 @pytest.fixture
@@ -232,12 +174,9 @@ def test_several_bundles_have_one_table_and_a_fault_of_one_is_the_exit_code(
 def test_concurrent_requests_are_limited_to_those_of_the_engines(tmp_path: Path) -> None:
     """Otherwise the bundle would be opened on a backend without that limit, and that backend would be audited."""
     manifest = fill(tmp_path)
-    assert [record.requests for record in manifest.engines.values()] == [4]
-    assert requests_for(replace(manifest, engines={})) == 4
-    few = {name: replace(RECORD, requests=requests) for name, requests in (("a", 2), ("b", 1))}
-    assert requests_for(replace(manifest, engines=few)) == 2
-    assert requests_for(replace(manifest, engines={"a": replace(RECORD, requests=8)})) == 4
-    assert [requests_for(replace(manifest, engines=engines), 16) for engines in ({}, few)] == [16, 2]
+    for engines, asked, expected in (((), 4, 4), ((2, 1), 4, 2), ((8,), 4, 4), ((2, 1), 16, 2)):
+        records = {str(index): replace(RECORD, requests=requests) for index, requests in enumerate(engines)}
+        assert requests_for(replace(manifest, engines=records), asked) == expected
 
 
 def test_prompts_are_lines_of_text_or_json(tmp_path: Path) -> None:
@@ -263,51 +202,26 @@ def test_prompts_are_lines_of_text_or_json(tmp_path: Path) -> None:
     assert [prompt.prompt for prompt in read_prompts(file)] == list(texts)
 
 
-def test_an_invalid_prompt_file_is_an_error_with_its_line(tmp_path: Path) -> None:
-    file = tmp_path / "prompts"
-    for content, message in (
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [
         (b"", "has no prompt: expected at least one line"),
-        ((ROOT / "README.md").read_bytes(), "line 1: '# Spaceport' is part of a document"),
+        (b"[]", "has no prompt: expected at least one"),
         (b"a\n\xff\n", "line 2: not UTF-8 text"),
         (b'{"text": "a"}\n{"text"\n', r"line 2: not JSON .*expected an object on each line"),
         (b'{"text": "a"}\n3\n', 'line 2: has none of them: expected one of "messages", "prompt" and "text"'),
+        (b'{"a": "b", "c": "d"}', "line 1: has none of them"),
+        (b'\n[\n"a",\n3]', "line 4: has none of them"),
         (b'{"messages": [{"role": "assistant", "content": "a"}]}\n', "line 1: the first turn is the assistant"),
-        (b'\n[\n"a",\n3]', 'line 4: has none of them: expected one of "messages", "prompt" and "text"'),
         (b'["a", {"text": "b"}', "not a JSON list .*: expected a list of prompts"),
-        (b"[1, 2]", "line 1: has none of them"),
-        (b"[]", "has no prompt: expected at least one"),
-        (b'{"a": "b", "c": "d"}', 'line 1: has none of them: expected one of "messages"'),
-        (
-            b"A model\n\n```\nspaceport demo\n```\n",
-            "line 3: '```' is part of a document, not a prompt: expected one prompt",
-        ),
+        (b"A model\n\n```\nspaceport demo\n```\n", "line 3: '```' is part of a document, not a prompt: expected one"),
         (b"# Spaceport\r\n\r\nText.\r\n", "line 1: '# Spaceport' is part of a document"),
         (b"\n<!DOCTYPE html>\n<p>", "line 2: '<!DOCTYPE html>' is part of a document"),
         (b"a\nb\x00c", r"line 2: 'b\\x00c' is part of a document"),
-    ):
-        file.write_bytes(content)
-        with pytest.raises(InputFault, match=message) as caught:
-            read_prompts(file)
-        assert str(caught.value).startswith(str(file))
-
-
-def test_mistakes_are_one_line_before_an_audit(
-    tiny_bundle: Path, prompts: Path, tmp_path: Path, capfd: Capture
-) -> None:
-    none, no_bundle, no_prompts = (
-        tmp_path / "none",
-        "none: no such file or folder: expected a bundle",
-        "expected a prompt file",
-    )
-    for words, code, message in (
-        (arguments(tiny_bundle, prompts, "--max-tokens", 0), USAGE, "--max-tokens is 0: expected a whole number"),
-        (arguments(tiny_bundle, prompts, "--max-requests", 0), USAGE, "--max-requests is 0: expected 1 to 1024"),
-        (arguments(tiny_bundle, prompts, "--max-seq-len", 60), INPUT, r"line 1: 4\d prompt tokens and .* is 60:"),
-        (["audit", str(tiny_bundle), str(none), str(prompts)], INPUT, no_bundle),
-        (arguments(tiny_bundle, tmp_path), INPUT, no_prompts),
-    ):
-        assert run(words) == code
-        out, err = capfd.readouterr()
-        assert out == ""
-        assert re.search(message, err)
-        assert "auditing" not in err or code == USAGE or "tokens" in message
+    ],
+)
+def test_an_invalid_prompt_file_is_an_error_with_its_line(tmp_path: Path, content: bytes, message: str) -> None:
+    file = tmp_path / "prompts"
+    file.write_bytes(content)
+    with pytest.raises(InputFault, match=f"^{re.escape(str(file))}.*{message}"):
+        read_prompts(file)

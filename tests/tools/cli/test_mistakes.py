@@ -15,13 +15,11 @@ from unittest.mock import Mock
 
 import pytest
 
-from spaceport.exporter.checkpoint_files import require_checkpoint
-from spaceport.graphs.contract.faults import CheckpointError
 from spaceport.graphs.contract.manifest import ACCURACY_FILE, MANIFEST_FILE, MODEL_FILE, TOKENIZER_FILE
 from spaceport.runtime import EngineFault
 from spaceport.runtime.bundle import read_manifest
 from spaceport.tools.cli import FAULT, INPUT, INTERRUPTED, MISSING, OK, USAGE, cli, main, run
-from support.paths import TINY
+from support.paths import ROOT, TINY
 from support.small_bundle import edit, fill
 
 # its output goes on for 1,000 tokens
@@ -69,13 +67,14 @@ MISTAKES = {
 UNWRITABLE = {"export tiny /proc/self/new": "/proc/self: no permission to write in it: choose another folder"}
 
 
-def fails(capfd: Capture, code: int, message: str, *arguments: object) -> None:
-    """Assert the exit code, this message on stderr and an empty stdout."""
+def fails(capfd: Capture, code: int, message: str, *arguments: object) -> str:
+    """Assert the exit code, this message on stderr and an empty stdout; what is on stderr."""
     assert run([str(argument) for argument in arguments]) == code
     output, errors = capfd.readouterr()
     assert output == ""
-    assert re.search(message, errors)
+    assert re.search(message, errors), errors
     assert "Traceback" not in errors
+    return errors
 
 
 @pytest.fixture
@@ -91,49 +90,96 @@ def put(bundle: Path, name: str, content: bytes) -> None:
     edit(bundle, lambda manifest: manifest["files"].update({name: record}))
 
 
-@pytest.mark.parametrize(
-    ("arguments", "message"),
-    [
-        ("frobnicate", "there is no command frobnicate: `spaceport --help` lists the commands"),
-        ("genrate", "there is no command genrate: did you mean generate?"),
-        ("help genrate", "did you mean generate?"),
-        ("bench decod", "there is no command decod: did you mean decode?"),
-        ("inspect BUNDLE --requests 0", "--requests is 0: expected at least 1"),
-        ("generate", "Missing argument 'BUNDLE'"),
-        ("acceptance", "Missing argument 'CHECKPOINT|BUNDLE...'"),
-        ("acceptance bundle", "Missing argument 'DATA'"),
-        ("audit", "Missing argument 'BUNDLE...'"),
-        ("audit bundle --limit 3", "Missing argument 'PROMPTS'"),
-        ("check BUNDLE TINY --long-context 1025", "--long-context is 1025: expected at most 1024, the maximum of the"),
-        ("bench steps BUNDLE --rows a", "--rows is 'a': expected comma-separated whole numbers of at least 1"),
-        ("demo TINY --threads -2", "^spaceport: --threads is -2: expected 0"),
-        ("demo TINY --max-tokens 0", "^spaceport: --max-tokens is 0: expected a whole number of at least 1"),
-    ],
+# Words in capitals are paths of the fixture `named`.
+REFUSED = (
+    ("frobnicate", USAGE, "there is no command frobnicate: `spaceport --help` lists the commands"),
+    ("genrate", USAGE, "there is no command genrate: did you mean generate?"),
+    ("help genrate", USAGE, "did you mean generate?"),
+    ("bench decod", USAGE, "there is no command decod: did you mean decode?"),
+    ("inspect BUNDLE --requests 0", USAGE, "--requests is 0: expected at least 1"),
+    ("inspect nowhere", INPUT, "^spaceport: nowhere: no such folder: expected a bundle"),
+    ("inspect TINY", INPUT, r"\(this is a checkpoint: export it first\)"),
+    ("generate", USAGE, "Missing argument 'BUNDLE'"),
+    ("check BUNDLE TINY --long-context 1025", USAGE, "--long-context is 1025: expected at most 1024"),
+    ("demo nowhere", INPUT, "^spaceport: nowhere: no such folder: expected a checkpoint"),
+    ("demo TINY --threads -2", USAGE, "^spaceport: --threads is -2: expected 0"),
+    ("demo TINY --max-tokens 0", USAGE, "^spaceport: --max-tokens is 0: expected a whole number of at least 1"),
+    ("demo --code", USAGE, "--code without CHECKPOINT: name a chat model"),
+    ("demo --code model.gguf --page", USAGE, "--code with --page: expected one of them"),
+    ("demo --page --prompt x", USAGE, "--page with --prompt"),
+    ("acceptance", USAGE, r"Missing argument 'CHECKPOINT\|BUNDLE\.\.\.'"),
+    ("acceptance bundle", USAGE, "Missing argument 'DATA'"),
+    ("acceptance BUNDLE PROMPTS --limit 0", USAGE, "--limit is 0: expected at least 1"),
+    ("acceptance BUNDLE PROMPTS --max-seq-len 1", USAGE, "--max-seq-len is 1: expected 2 to 1024"),
+    ("acceptance BUNDLE PROMPTS --save", USAGE, "--save with .*: expected a checkpoint folder"),
+    ("acceptance BUNDLE PROMPTS --temperature -1", USAGE, "temperature is -1.0: expected"),
+    ("acceptance TINY PROMPTS --save --temperature 0.7", USAGE, "--temperature 0.7: expected greedy answers"),
+    ("acceptance TINY PROMPTS --backend onnxruntime", USAGE, "runs in PyTorch: leave --backend out"),
+    ("acceptance TINY TINY PROMPTS --save", USAGE, "--save with several models: expected one CHECKPOINT with it"),
+    ("acceptance FOLDER PROMPTS", INPUT, "expected a checkpoint .* or a bundle"),
+    ("acceptance BUNDLE nowhere PROMPTS", INPUT, "nowhere: expected a checkpoint .* or a bundle"),
+    ("acceptance UNTUNED PROMPTS", INPUT, "no mask token and no heads, so .*spaceport tune"),
+    ("acceptance BUNDLE EMPTY", INPUT, "has no prompt"),
+    ("acceptance BUNDLE LONG", INPUT, "none of its 1 prompts has less than 1024 tokens"),
+    ("audit", USAGE, r"Missing argument 'BUNDLE\.\.\.'"),
+    ("audit bundle --limit 3", USAGE, "Missing argument 'PROMPTS'"),
+    ("audit BUNDLE PROMPTS --max-tokens 0", USAGE, "--max-tokens is 0: expected at least 1"),
+    ("audit BUNDLE PROMPTS --max-requests 0", USAGE, "--max-requests is 0: expected 1 to 1024"),
+    ("audit BUNDLE PROMPTS --max-tokens 16 --max-seq-len 60", INPUT, r"line 1: 4\d prompt tokens and .* is 60:"),
+    ("audit BUNDLE nowhere PROMPTS", INPUT, "nowhere: no such file or folder: expected a bundle"),
+    ("audit BUNDLE FOLDER", INPUT, "expected a prompt file"),
+    ("bench steps nowhere", INPUT, "no such folder"),
+    ("bench steps BUNDLE --rows a", USAGE, "--rows is 'a': expected comma-separated whole numbers of at least 1"),
+    ("bench steps BUNDLE --rows 1,0", USAGE, "--rows is '1,0': expected comma-separated whole numbers of at least 1"),
+    ("bench steps BUNDLE --rounds 0", USAGE, "--context is 256 and --rounds 0: expected at least 1 of each"),
+    ("bench steps BUNDLE --context 4000", USAGE, "4000 tokens make 4049, the context length is 1024: lower"),
+    ("bench steps BUNDLE --replay 0.5,1.1", USAGE, "is '0.5,1.1': expected comma-separated numbers from 0 to 1"),
+    ("bench steps BUNDLE --replay 1,1,1,1,1,1", USAGE, "--replay has 6 depths: expected at most 5"),
+    ("bench steps BUNDLE --transformers", USAGE, "expected a folder that `spaceport bench random` wrote"),
+    ("bench random 900b new", USAGE, "shape is '900b': expected one of tiny, 1b, 7b, 8b"),
+    ("bench decode BUNDLE", USAGE, "Missing argument 'PROMPTS'"),
+    ("bench decode BUNDLE PROMPTS --max-tokens 0", USAGE, "--max-tokens is 0: expected at least 1"),
+    ("bench decode BUNDLE PROMPTS --max-tokens 5000", INPUT, "line 1: "),
+    ("bench decode BUNDLE PAGE", INPUT, "README.md line 1: '# Spaceport' is part of a document, not a prompt"),
 )
-def test_every_command_reports_invalid_options(tiny_bundle: Path, capfd: Capture, arguments: str, message: str) -> None:
-    paths = {"BUNDLE": str(tiny_bundle), "TINY": str(TINY)}
-    fails(capfd, USAGE, message, *(paths.get(part, part) for part in arguments.split()))
+
+
+@pytest.fixture
+def named(tiny_bundle: Path, tmp_path: Path) -> dict[str, object]:
+    """Paths by name."""
+    prompts, long, empty = (tmp_path / name for name in ("prompts", "long", "empty"))
+    texts = list(json.loads((TINY / "prompts.json").read_text("utf-8")).values())
+    prompts.write_text("".join(json.dumps({"text": text}) + "\n" for text in texts[::2]), "utf-8")
+    long.write_text(json.dumps({"prompt": "import json\n" * 1000}))
+    empty.touch()
+    files = {"PROMPTS": prompts, "LONG": long, "EMPTY": empty, "PAGE": ROOT / "README.md"}
+    return files | {"BUNDLE": tiny_bundle, "TINY": TINY, "FOLDER": tmp_path, "UNTUNED": tmp_path / "untuned"}
+
+
+@pytest.mark.parametrize(("arguments", "code", "message"), REFUSED)
+def test_a_mistake_is_reported_before_any_work(
+    named: dict[str, object], capfd: Capture, arguments: str, code: int, message: str
+) -> None:
+    if "UNTUNED" in arguments:
+        ignored = shutil.ignore_patterns("__pycache__", "sar_config.json")
+        shutil.copytree(TINY, str(named["UNTUNED"]), ignore=ignored)
+    errors = fails(capfd, code, message, *(named.get(part, part) for part in arguments.split()))
+    assert not re.search("measuring prompt|warming up|exporting", errors)
 
 
 # Found only when text is generated: other damage is that of any bundle that is opened.
 BROKEN: dict[str, tuple[Callable[[Path], object], str]] = {
     "no tokenizer": (lambda b: put(b, TOKENIZER_FILE, b"{}"), "tokenizer.json: not a readable tokenizer"),
     "no graph": (lambda b: put(b, MODEL_FILE, b"junk"), r"does not load .*model\.onnx: .*export it again"),
+    "no data": (lambda b: put(b, "model.onnx.data", b"junk"), r"does not load .*model\.onnx: .*export it again"),
     "other format": (
         lambda b: edit(b, lambda m: m.update(format="float16", signature={**m["signature"], "dtype": "float16"})),
         r"model.onnx: has the .*tensor\(float\).*, the manifest says .*tensor\(float16\).*: export it again",
     ),
-    "no data": (lambda b: put(b, "model.onnx.data", b"junk"), r"does not load .*model\.onnx: .*export it again"),
-    **{
-        f"other {name}": (
-            lambda b, name=name, value=value: edit(b, lambda m: m["signature"].update({name: value})),  # type: ignore[misc]
-            f"model.onnx: has the .*{got}.*, the manifest says .*{expected}.*: export it again",
-        )
-        for name, value, got, expected in (
-            ("layers", 4, "nothing more", r"past_key_values\.3\.key"),
-            ("window", 8, "logit_rows", "sliding_attention_mask"),
-        )
-    },
+    "other window": (
+        lambda b: edit(b, lambda m: m["signature"].update(window=8)),
+        "model.onnx: has the .*logit_rows.*, the manifest says .*sliding_attention_mask.*: export it again",
+    ),
 }
 
 
@@ -178,9 +224,6 @@ def test_a_damaged_bundle_is_an_input_error_in_every_command(damaged: Path, capf
         (damaged / "model.onnx.data").write_bytes(b"")
         for command in commands:
             fails(capfd, INPUT, f"^spaceport: {re.escape(str(damaged))}.*{message}", *command)
-    for command in (["demo", "nowhere"], ["inspect", "nowhere"]):
-        fails(capfd, INPUT, "^spaceport: nowhere: no such (file or )?folder: expected a (checkpoint|bundle)", *command)
-    fails(capfd, INPUT, r"\(this is a checkpoint: export it first\)", "inspect", TINY)
 
 
 def test_a_check_report_of_another_graph_is_ignored(damaged: Path, capfd: Capture) -> None:
@@ -289,10 +332,3 @@ def test_wrong_paths_are_refused_without_importing_torch(paths: dict[str, str]) 
         assert message in error
         if not command.startswith("build"):  # without a TensorRT library, that is what it says
             assert int(code) == INPUT
-
-
-def test_a_configuration_is_checked_before_transformers_reads_it(tmp_path: Path) -> None:
-    for content in ("[]", "{", '{"num_hidden_layers": 1000000000}'):
-        (tmp_path / "config.json").write_text(content)
-        with pytest.raises(CheckpointError, match=r"config\.json: .*: expected|not valid JSON"):
-            require_checkpoint(tmp_path)

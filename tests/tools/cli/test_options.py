@@ -29,7 +29,7 @@ from spaceport.runtime.session import Runtime
 from spaceport.serving.options import ServiceOptions
 from spaceport.tools.cli import OK, USAGE, Commands, cli, name_flags, run
 from spaceport.tools.cli.generate import command as generate
-from spaceport.tools.cli.options import Sectioned, Unused, declared_options, declared_values, limits_of, refuse_unused
+from spaceport.tools.cli.options import Sectioned, Unused, declared_options, declared_values, refuse_unused
 from spaceport.tools.cli.serve import command as serve
 from spaceport.tools.cli.serve import openers_of, service_options_of
 
@@ -67,13 +67,6 @@ def shown_help(shown: Shown, *arguments: str) -> str:
 @pytest.mark.parametrize("arguments", [[], ["generate"], ["bench"], ["bench", "decode"]], ids=" ".join)
 def test_help_command_shows_the_help_of_a_command(capsys: Shown, arguments: list[str]) -> None:
     assert shown_help(capsys, "help", *arguments) == shown_help(capsys, *arguments, "--help")
-
-
-def test_what_generate_prints_has_a_group_of_its_own(capsys: Shown) -> None:
-    groups = shown_help(capsys, "generate", "--help").split("\n\n")
-    (printed,) = [group for group in groups if "  --stats " in group]
-    assert printed.startswith("Output:\n")
-    assert "--json-schema" not in printed
 
 
 @pytest.mark.torch  # every command is imported
@@ -217,13 +210,10 @@ def test_bundles_and_limits_are_tables_of_the_file(monkeypatch: pytest.MonkeyPat
     file = file_of(tmp_path, '[models]\nchat = "a/b"\n"my code" = "c"\n[limits]\nstop_strings = 32\n')
     values = serve.make_context("serve", ["--config", file]).params
     assert values["bundles"] == {"chat": "a/b", "my code": "c"}
-    assert limits_of(values["limits"]).stop_strings == 32
+    assert values["limits"].stop_strings == 32
     values = serve.make_context("serve", ["--config", file, "other=d", "--limit", "logprobs=5"]).params
     assert values["bundles"] == {"other": "d"}
-    assert (limits_of(values["limits"]).logprobs, limits_of(values["limits"]).stop_strings) == (
-        5,
-        DEFAULT_LIMITS.stop_strings,
-    )
+    assert (values["limits"].logprobs, values["limits"].stop_strings) == (5, DEFAULT_LIMITS.stop_strings)
     monkeypatch.setenv("SPACEPORT_MODELS", "one=x two=y")
     assert serve.make_context("serve", ["--config", file]).params["bundles"] == {"one": "x", "two": "y"}
 

@@ -15,7 +15,7 @@ from spaceport.exporter.tensorrt.engines import store_engine
 from spaceport.graphs.contract.manifest import ENGINES_FOLDER
 from spaceport.runtime.backends import BACKENDS
 from spaceport.runtime.backends.built_engines import record_built_engine
-from spaceport.runtime.backends.machine import Gpu, no_gpu
+from spaceport.runtime.backends.machine import no_gpu
 from spaceport.runtime.bundle import open_bundle, read_manifest
 from spaceport.tools.cli import MISSING, OK, doctor, run
 from spaceport.tools.cli.inspect import facts, states
@@ -51,16 +51,6 @@ def test_every_backend_is_ready_or_says_why_not(capfd: Capture) -> None:
             assert not backends[name]["ready"]
             assert backends[name]["why"] == f"backend {name} needs an NVIDIA GPU: {reason}"
         assert found["system"]["NVIDIA GPU"] == f"none: {reason}"
-    assert [entry["flavour"] for entry in found["builders"]] == ["tensorrt", "tensorrt-rtx"]
-
-
-def test_the_gpu_of_the_machine_is_a_target_only_of_a_library_that_builds_for_it(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    monkeypatch.setattr(doctor, "gpu", lambda: Gpu("NVIDIA H100", "sm90", 80 << 30))
-    for said, targets in ((["1.7", "sm75", "sm89"], ["sm75", "sm89"]), (["11.0"], ["sm90"])):
-        monkeypatch.setattr(doctor, "_probe", lambda code, argument, said=said: (True, said))
-        assert doctor._builder("tensorrt") == {"flavour": "tensorrt", "version": said[0], "targets": targets, "why": ""}
 
 
 def test_two_packages_of_onnxruntime_are_a_problem(

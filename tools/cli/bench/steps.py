@@ -3,17 +3,15 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
 import click
 
 from spaceport.graphs.contract.faults import OptionFault
-from spaceport.graphs.contract.signature import Precision
 from spaceport.runtime.backends import BACKENDS
 from spaceport.runtime.bundle import open_bundle
-from spaceport.tools.bench.random_weights import CONFIG_FILE, cuda_torch, inflate, is_skeleton
+from spaceport.tools.bench.random_weights import CONFIG_FILE, inflate, is_skeleton
 from spaceport.tools.bench.steps import Budget, EngineSteps, StepOptions, measure_backend, steps_report
 from spaceport.tools.cli.bench import parse_counts, parse_numbers
 from spaceport.tools.cli.options import (
@@ -100,17 +98,11 @@ def command(
         for name in dict.fromkeys(backends):
             measure_backend(opened, name, options, left, measured, report)
     if transformers and left.left > 0:
+        from spaceport.tools.bench.on_transformers import decoding_times
+
         dtype = opened.manifest.signature.dtype
         for name, milliseconds in decoding_times(bundle / CONFIG_FILE, dtype, context, rounds):
             times[name] = milliseconds
             report()
     show_notes(list(dict.fromkeys(note for steps in measured for note in steps.notes)))
     steps_report(measured, options, times).show(as_json)
-
-
-def decoding_times(config: Path, dtype: Precision, context: int, steps: int) -> Iterator[tuple[str, float]]:
-    """Milliseconds per token of plain decoding with transformers: on a GPU also compiled."""
-    from spaceport.tools.bench import on_transformers
-
-    gpu = cuda_torch() is not None
-    yield from on_transformers.decoding_times(config, dtype, context, steps, "cuda" if gpu else "cpu", gpu)

@@ -8,27 +8,12 @@ from pathlib import Path
 
 import pytest
 
-from spaceport.tools.cli import ACCURACY, INPUT, OK, USAGE, run
-from support.paths import ROOT, TINY
+from spaceport.tools.cli import ACCURACY, OK, run
+from support.paths import TINY
 from support.planted import ignore_the_mask, planted
 
 Capture = pytest.CaptureFixture[str]
 pytestmark = [pytest.mark.on_change(), pytest.mark.slow]
-
-
-DECODE, STEPS = "decode TINY P", "steps TINY"
-MISTAKES = (
-    (f"{STEPS} --rows 1,0", USAGE, "--rows is '1,0': expected comma-separated whole numbers of at least 1"),
-    (f"{STEPS} --rounds 0", USAGE, "--context is 256 and --rounds 0: expected at least 1 of each"),
-    (f"{STEPS} --context 4000", USAGE, "48 tokens after 4000 tokens make 4049, the context length is 1024: lower"),
-    ("steps none", INPUT, "no such folder"),
-    ("decode TINY", USAGE, "Missing argument 'PROMPTS'"),
-    (f"{DECODE} --max-tokens 5000", INPUT, "line 1: "),
-    ("decode TINY README.md", INPUT, "README.md line 1: '# Spaceport' is part of a document, not a prompt"),
-    (f"{DECODE} --max-tokens 0", USAGE, "--max-tokens is 0: expected at least 1"),
-    (f"{STEPS} --replay 0.5,1.1", USAGE, "--replay is '0.5,1.1': expected comma-separated numbers from 0 to 1"),
-    (f"{STEPS} --replay 1,1,1,1,1,1", USAGE, "--replay has 6 depths: expected at most 5"),
-)
 
 
 @pytest.fixture
@@ -59,18 +44,6 @@ def test_steps_are_timed_on_each_backend_and_while_decoding(tiny_bundle: Path, c
     out = capsys.readouterr().out
     assert "### Milliseconds of a step after 20 tokens, by number of rows (ratio to the first)" in out
     assert re.search(r"^\| onnxruntime \| [\d.]+ \(1\.00\) \| [\d.]+ \([\d.]+\) \| cpu \|$", out, re.MULTILINE)
-
-
-@pytest.mark.parametrize(("arguments", "code", "message"), MISTAKES)
-def test_mistakes_are_reported_before_anything_runs(
-    tiny_bundle: Path, texts: Path, capsys: Capture, arguments: str, code: int, message: str
-) -> None:
-    paths = {"TINY": tiny_bundle, "P": texts, "README.md": ROOT / "README.md"}
-    assert bench(*(paths.get(part, part) for part in arguments.split())) == code
-    out, err = capsys.readouterr()
-    assert message in err
-    assert out == ""
-    assert "warming up" not in err
 
 
 def decode(bundle: Path, *more: object) -> list[str]:

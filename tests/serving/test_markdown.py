@@ -34,23 +34,8 @@ _DRAW = """pieces => {
   return { text: area.textContent, parts, html: area.innerHTML, shown: area.innerText };
 }"""
 _PARTS = (
-    *(
-        "\n",
-        "\n\n",
-        "```",
-        "```python\n",
-        "\n```\n",
-        "~~~",
-        "    ",
-        "  ",
-        "# ",
-        "### ",
-        "- ",
-        "* ",
-        "12. ",
-        "> ",
-        "| a | b |",
-    ),
+    *("\n", "\n\n", "```", "```python\n", "\n```\n", "~~~", "    ", "  "),
+    *("# ", "### ", "- ", "* ", "12. ", "> ", "| a | b |"),
     *("**", "*", "__", "_", "`", "``", "\\", "\\*", "[text](https://a.example/x_y)", "<img src=x onerror=alert(1)>"),
     *("word", " two words ", "é", "😀", "---", "***", "2*3*4", "__init__", "\t", "&lt;", "javascript:alert(1)"),
 )

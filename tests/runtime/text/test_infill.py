@@ -45,15 +45,10 @@ def shown(found: PromptEncoder, ids: list[int]) -> list[str]:
     return [part for part in parts if part]
 
 
-def test_a_gap_stands_between_the_marks_of_the_model() -> None:
-    ids = QWEN.tokens_of(InfillPrompt("def add(a, b):\n    ", "\n\nprint(add(1, 2))"))
-    assert shown(QWEN, ids) == [BEFORE, "def add(a, b):\n    ", AFTER, "\n\nprint(add(1, 2))", MIDDLE]
+def test_a_gap_stands_between_the_marks_of_the_model_and_marks_in_the_texts_stay_text() -> None:
+    for before, after in (("def add(a, b):\n    ", "\n\nprint(1)"), (f"a = '{MIDDLE}'", f"<|im_start|>{AFTER}")):
+        assert shown(QWEN, QWEN.tokens_of(InfillPrompt(before, after))) == [BEFORE, before, AFTER, after, MIDDLE]
     assert shown(QWEN, QWEN.tokens_of(InfillPrompt("", "x"))) == [BEFORE, AFTER, "x", MIDDLE]
-
-
-def test_marks_in_the_texts_stay_text() -> None:
-    ids = QWEN.tokens_of(InfillPrompt(f"a = '{MIDDLE}'", f"<|im_start|>{AFTER}"))
-    assert shown(QWEN, ids) == [BEFORE, f"a = '{MIDDLE}'", AFTER, f"<|im_start|>{AFTER}", MIDDLE]
 
 
 def test_other_files_come_first_each_with_its_name() -> None:
@@ -68,23 +63,17 @@ def test_other_files_come_first_each_with_its_name() -> None:
     assert gap.characters == sum(map(len, ("y = ", "\n", "a.py", f"x = '{FILE}'", "b.py", "z = 2\n")))
 
 
-def test_a_prompt_that_an_editor_wrote_is_read_as_one_for_a_gap() -> None:
+def test_a_prompt_that_an_editor_wrote_is_read_as_one_for_a_gap_that_ends_at_each_mark_and_at_the_end_of_a_text() -> (
+    None
+):
     written = f"{REPOSITORY}shop{FILE}a.py\nx = 1\n{FILE}b.py\n{BEFORE}y = {AFTER}<|im_start|>{MIDDLE}"
-    expected = [
-        REPOSITORY,
-        "shop",
-        FILE,
-        "a.py\nx = 1\n",
-        FILE,
-        "b.py\n",
-        BEFORE,
-        "y = ",
-        AFTER,
-        "<|im_start|>",
-        MIDDLE,
+    assert shown(QWEN, QWEN.tokens_of(written)) == [
+        *(REPOSITORY, "shop", FILE, "a.py\nx = 1\n", FILE, "b.py\n"),
+        *(BEFORE, "y = ", AFTER, "<|im_start|>", MIDDLE),
     ]
-    assert shown(QWEN, QWEN.tokens_of(written)) == expected
-    assert QWEN.ends_of(written) == QWEN.ends_of(InfillPrompt("", "")) != ()
+    assert QWEN.ends_of(written) == QWEN.ends_of(InfillPrompt("", ""))
+    ends = {QWEN.tokenizer.id_to_token(token) for token in QWEN.ends_of(written)}
+    assert ends == {BEFORE, AFTER, MIDDLE, REPOSITORY, FILE, END}
 
 
 @pytest.mark.parametrize(
@@ -94,11 +83,6 @@ def test_other_texts_with_marks_stay_text(text: str) -> None:
     marks = {QWEN.tokenizer.token_to_id(mark) for mark in (BEFORE, AFTER, MIDDLE)}
     assert marks.isdisjoint(QWEN.tokens_of(text))
     assert QWEN.ends_of(text) == ()
-
-
-def test_a_filled_gap_ends_at_each_mark_and_at_the_end_of_a_text() -> None:
-    ends = {QWEN.tokenizer.id_to_token(token) for token in QWEN.ends_of(InfillPrompt("a", "b"))}
-    assert ends == {BEFORE, AFTER, MIDDLE, REPOSITORY, FILE, END}
 
 
 def test_the_marks_of_other_families_are_known() -> None:

@@ -35,21 +35,6 @@ class Candidates:
         return self
 
 
-def best_chain(candidates: Sequence[Candidates], last: int) -> list[Candidates]:
-    """The candidates of each position behind the best one of the position before, up to the first position without any.
-
-    `last` is the last known token.
-    """
-    chain: list[Candidates] = []
-    for position in candidates:
-        behind = position.behind(last)
-        if not behind.tokens:
-            break
-        chain.append(behind)
-        last = behind.tokens[0]
-    return chain
-
-
 def common(first: Sequence[int], second: Sequence[int]) -> int:
     """Number of tokens that two sequences begin with."""
     length, at = min(len(first), len(second)), 0

@@ -10,6 +10,7 @@ from __future__ import annotations
 from bisect import bisect_right
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
+from functools import lru_cache
 from typing import NamedTuple, Protocol
 
 from spaceport.graphs.contract.draft_methods import DraftAcceptance
@@ -87,17 +88,12 @@ class DraftPlanner:
     def __init__(self, costs: StepCosts, measured: Sequence[DraftAcceptance] = ()) -> None:
         self.costs = costs
         self._measured = measured  # acceptance rates that the bundle brings, by temperature
-        self._curves: dict[tuple[int, int, int, int], Curve] = {}
+        self._curve = lru_cache(_MOST_KNOWN)(costs.curve)
 
     def curve(self, most: int, sharing: Sharing) -> Curve:
         """A thread's share of a step if all threads have 1 to `most` rows."""
-        key = (most, sharing.threads, sharing.requests, sharing.visible // VISIBLE)
-        curve = self._curves.get(key)
-        if curve is None:
-            if len(self._curves) == _MOST_KNOWN:
-                self._curves.clear()
-            curve = self._curves[key] = self.costs.curve(most, sharing.threads, sharing.requests, sharing.visible)
-        return curve
+        visible = sharing.visible // VISIBLE * VISIBLE
+        return self._curve(most, sharing.threads, sharing.requests, visible)
 
     def acceptance(self, mask_slots: int, temperature: float = 0.0) -> Acceptance:
         """The acceptance rates with which a request starts."""
@@ -159,7 +155,7 @@ class ChainDrafter:
         slots, layout = self._config.mask_slots, self._config.mask_layout
         rows = min(rows, (slots + 1) * (1 + layout.rows(slots)) + self._config.heads)
         for source in self._sources:
-            proposal = source.propose(thread, self._acceptance)
+            proposal = source(thread, self._acceptance)
             if tokens := proposal.best()[: self._depths]:
                 return chain(tokens, slots, remaining, rows, layout, proposal.source)
         return chain((), slots, remaining, rows, layout)
@@ -228,7 +224,7 @@ class TreeDrafter:
     ) -> Draft:
         """The draft with the highest expected gain."""
         config, acceptance, curve, last = self._config, self._acceptance, planned.curve, thread.tokens[-1]
-        planned.proposals = [source.propose(thread, acceptance) for source in self._sources]
+        planned.proposals = [source(thread, acceptance) for source in self._sources]
         proposals, value = [], _MASK_VALUE * acceptance.masks[0] if config.mask_slots else 0.0
         for proposal in planned.proposals:
             if proposal.depths:

@@ -12,7 +12,7 @@ from numpy.typing import NDArray
 from spaceport.graphs.contract.faults import SpaceportError
 from spaceport.graphs.contract.signature import Lowering
 from spaceport.runtime.decode.draft import Candidates
-from spaceport.runtime.engine import NO_MOVES, Moves, slots_in_order
+from spaceport.runtime.engine import NO_MOVES, Moves
 
 
 class SlotsExhausted(SpaceportError, RuntimeError):
@@ -169,15 +169,6 @@ class KvPrefix(NamedTuple):
 
     tokens: list[int]
     slots: NDArray[np.int64]
-
-    def cut(self, count: int) -> KvPrefix:
-        """The first tokens only."""
-        return KvPrefix(self.tokens[:count], self.slots[:count])
-
-    @property
-    def tokens_in_order(self) -> int:
-        """Number of first tokens that are in slots 0, 1, 2, and so on, as plain decoding would put them."""
-        return slots_in_order(self.slots)
 
 
 def kv_prefix(thread: TokenSequence, slots: Slots) -> KvPrefix:

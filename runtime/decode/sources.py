@@ -3,18 +3,18 @@
 Every generated token shows whether each source had predicted it, also if it was not drafted. Only mask slots have to be
 fed to be measured.
 
-Another source is a class here or elsewhere, and one entry of `SOURCES`.
+Another source is a function here or elsewhere, and one entry of `SOURCES`.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from functools import cached_property
+from functools import cached_property, partial
 from typing import Protocol
 
 from spaceport.graphs.contract.draft_methods import MAX_DEPTHS, DraftAcceptance, lookup_kind
 from spaceport.graphs.contract.phrases import LONGEST
-from spaceport.runtime.decode.draft import MOST_LIKELY, Candidates, DraftConfig, Proposal, Ranked, best_chain, common
+from spaceport.runtime.decode.draft import MOST_LIKELY, Candidates, DraftConfig, Proposal, Ranked, common
 from spaceport.runtime.decode.phrases import Phrases
 from spaceport.runtime.decode.sequence import TokenSequence
 
@@ -72,11 +72,9 @@ class LearningProposal(Proposal, Protocol):
         """Learn from the tokens that the step generated, with this weight."""
 
 
-class DraftSource(Protocol):
-    """Proposes draft tokens for the threads of one request."""
-
-    def propose(self, thread: TokenSequence, acceptance: Acceptance) -> LearningProposal:
-        """What it proposes behind the last token of a thread, by what `acceptance` knows; of no depth if nothing."""
+# Proposes draft tokens behind the last token of a thread of one request, by what is known of acceptance; of no depth if
+# it has nothing to propose.
+DraftSource = Callable[[TokenSequence, Acceptance], LearningProposal]
 
 
 class Predictions:
@@ -95,7 +93,13 @@ class Predictions:
         return [(min(MOST_LIKELY, probability), token) for probability, token in ranked]
 
     def best(self) -> Sequence[int]:
-        return [candidates.tokens[0] for candidates in best_chain(self._candidates, self._last)]
+        tokens: list[int] = []
+        for candidates in self._candidates:
+            behind = candidates.behind(tokens[-1] if tokens else self._last).tokens
+            if not behind:
+                break
+            tokens.append(behind[0])
+        return tokens
 
     def learn(self, written: Sequence[int], weight: float) -> None:
         """The probabilities are the model's own: nothing is learned."""
@@ -112,18 +116,14 @@ class MaskPredictions(Predictions):
         self._acceptance.learn_masks(common(self.best(), written), self.depths, len(written), weight)
 
 
-class MaskSlots:
+def mask_slots(thread: TokenSequence, acceptance: Acceptance) -> MaskPredictions:
     """What the mask slots predicted in the step before."""
-
-    def propose(self, thread: TokenSequence, acceptance: Acceptance) -> MaskPredictions:
-        return MaskPredictions(thread.candidates, thread.tokens[-1], acceptance)
+    return MaskPredictions(thread.candidates, thread.tokens[-1], acceptance)
 
 
-class Heads:
+def heads(thread: TokenSequence, acceptance: Acceptance) -> Predictions:
     """What the heads predicted in the step before."""
-
-    def propose(self, thread: TokenSequence, acceptance: Acceptance) -> Predictions:
-        return Predictions("head", thread.candidates, thread.tokens[-1])
+    return Predictions("head", thread.candidates, thread.tokens[-1])
 
 
 class Lookup:
@@ -188,18 +188,12 @@ class Continuation:
         self._lookup.copied_until = self._end + len(written)
 
 
-class PromptLookup:
-    """Prompt lookup: what followed the last tokens where they occurred before in the prompt or text."""
-
-    def __init__(self, most: int) -> None:
-        self._most = most  # tokens
-
-    def propose(self, thread: TokenSequence, acceptance: Acceptance) -> Continuation:
-        lookup = thread.draft_state.get("lookup")
-        if lookup is None:
-            lookup = thread.draft_state["lookup"] = Lookup()
-        tokens, equal = lookup.following(thread.tokens, self._most)
-        return Continuation(tokens, equal, lookup, len(thread.tokens), acceptance)
+def prompt_lookup(most: int, thread: TokenSequence, acceptance: Acceptance) -> Continuation:
+    """Up to `most` tokens that followed the last tokens where they occurred before in the prompt or text."""
+    if (lookup := thread.draft_state.get("lookup")) is None:
+        lookup = thread.draft_state["lookup"] = Lookup()
+    tokens, equal = lookup.following(thread.tokens, most)
+    return Continuation(tokens, equal, lookup, len(thread.tokens), acceptance)
 
 
 class PhraseProposal:
@@ -238,14 +232,9 @@ class PhraseProposal:
             rates[1] += weight * ((depth < right) - rates[1])
 
 
-class PhraseLookup:
-    """The phrases of a bundle."""
-
-    def __init__(self, phrases: Phrases, most: int) -> None:
-        self._phrases, self._most = phrases, most  # tokens
-
-    def propose(self, thread: TokenSequence, acceptance: Acceptance) -> PhraseProposal:
-        return PhraseProposal(self._phrases, thread.tokens, self._most, acceptance)
+def phrase_lookup(phrases: Phrases, most: int, thread: TokenSequence, acceptance: Acceptance) -> PhraseProposal:
+    """Up to `most` tokens from the phrases of a bundle."""
+    return PhraseProposal(phrases, thread.tokens, most, acceptance)
 
 
 def named_source(source: str) -> str:
@@ -255,10 +244,12 @@ def named_source(source: str) -> str:
 
 # Each entry makes the source of a request, or returns None if the request does not use it.
 SOURCES: dict[str, Callable[[DraftConfig], DraftSource | None]] = {
-    "mask": lambda config: MaskSlots() if config.mask_slots else None,
-    "head": lambda config: Heads() if config.heads else None,
-    "lookup": lambda config: PromptLookup(config.lookup) if config.lookup else None,
-    "phrase": lambda config: PhraseLookup(config.phrases, config.lookup) if config.phrases and config.lookup else None,
+    "mask": lambda config: mask_slots if config.mask_slots else None,
+    "head": lambda config: heads if config.heads else None,
+    "lookup": lambda config: partial(prompt_lookup, config.lookup) if config.lookup else None,
+    "phrase": lambda config: (
+        partial(phrase_lookup, config.phrases, config.lookup) if config.phrases and config.lookup else None
+    ),
 }
 
 

@@ -115,7 +115,7 @@ class Logprobs:
             rows = verdict.retained[part.layout.known - 1 :]
             start = int(part.positions[part.layout.known - 1]) + 1
             for position, (token, row) in enumerate(zip(verdict.tokens, rows, strict=True), start):
-                tokens, logprobs = _numbers_of(logits[row - first], token, self.top, position)
+                tokens, logprobs = numbers_of(logits[row - first], token, self.top, position)
                 recorded[0].extend(tokens)
                 recorded[1].extend(logprobs)
 
@@ -126,7 +126,7 @@ class Logprobs:
         return _token_logprob(tokens[entries], logprobs[entries], self.speller)
 
 
-def _numbers_of(line: NDArray[np.float32], token: int, top: int, position: int) -> tuple[list[int], list[float]]:
+def numbers_of(line: NDArray[np.float32], token: int, top: int, position: int) -> tuple[list[int], list[float]]:
     """A token and the most probable ones, and their log probabilities, from the logits of a position."""
     peak = float(line.max())
     if not math.isfinite(peak):
@@ -138,21 +138,14 @@ def _numbers_of(line: NDArray[np.float32], token: int, top: int, position: int) 
     return tokens, [float(line[each]) - peak - weight for each in tokens]
 
 
-def _token_logprob(tokens: Sequence[int], logprobs: Sequence[float], speller: Speller | None) -> TokenLogprob:
+def _token_logprob(tokens: Sequence[int], logprobs: Sequence[float], speller: Speller) -> TokenLogprob:
     """The log probability of the first of these tokens, with those of the others."""
 
     def of(index: int, top: tuple[TokenLogprob, ...] = ()) -> TokenLogprob:
         token = tokens[index]
-        return TokenLogprob(token, logprobs[index], top, *(speller.spell(token) if speller else ()))
+        return TokenLogprob(token, logprobs[index], top, *speller.spell(token))
 
     return of(0, tuple(of(index) for index in range(1, len(tokens))))
-
-
-def logprob_of(
-    line: NDArray[np.float32], token: int, top: int, position: int, speller: Speller | None = None
-) -> TokenLogprob:
-    """The log probability of a token at a position, from the logits of that position."""
-    return _token_logprob(*_numbers_of(line, token, top, position), speller)
 
 
 def check_top(name: str, top: int, vocab_size: int) -> None:
@@ -207,11 +200,9 @@ class Scoring:
                 self._greedy &= token == line.argmax()
             else:
                 (token,) = verdict.tokens
-            self._logprobs.append(logprob_of(line, token, self._top, position, self._speller))
+            self._logprobs.append(_token_logprob(*numbers_of(line, token, self._top, position), self._speller))
 
-    def score(self, statistics: Statistics | None = None) -> Score:
+    def score(self, statistics: Statistics) -> Score:
         """The score, once the whole prompt has been fed by a request with these statistics."""
         *logprobs, following = self._logprobs
-        return Score(
-            self._tokens, self._start, tuple(logprobs), bool(self._greedy), following, statistics or Statistics()
-        )
+        return Score(self._tokens, self._start, tuple(logprobs), bool(self._greedy), following, statistics)

@@ -181,12 +181,10 @@ class Sampling:
     )
 
     def __post_init__(self) -> None:
-        for name, kind, kinds in (
-            ("banned", Collection, "token ids"),
-            ("logit_bias", Mapping, "token ids with biases"),
-        ):
-            if not isinstance(value := getattr(self, name), kind):
-                raise OptionFault(f"{name} is {value!r}: expected {kinds}")
+        if not isinstance(self.banned, Collection):
+            raise OptionFault(f"banned is {self.banned!r}: expected token ids")
+        if not isinstance(self.logit_bias, Mapping):
+            raise OptionFault(f"logit_bias is {self.logit_bias!r}: expected token ids with biases")
         check_options(self)
         if not self.temperature:  # greedy decoding needs no seed
             object.__setattr__(self, "seed", None)

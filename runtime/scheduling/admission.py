@@ -77,10 +77,12 @@ class Admission:
         """Text and bytes of single tokens, for log probabilities."""
         return Speller(self.tokenizer)
 
-    def tokens_of(self, prompt: Prompt, parse_special: bool) -> list[int]:
-        """The tokens of a prompt within the limits."""
+    def tokens_of(
+        self, prompt: Prompt, parse_special: bool, deadline: float | None = None, most: int | None = None
+    ) -> list[int]:
+        """The tokens of a prompt within the limits; one that surely has more than `most` is not tokenized as a whole."""
         self.limits.check_prompt(prompt)
-        ids = self.prompts.tokens_of(prompt, parse_special)
+        ids = self.prompts.tokens_of(prompt, parse_special, deadline=deadline, most=most)
         self.limits.check_tokens(len(ids))
         return ids
 
@@ -120,7 +122,10 @@ class Admission:
     def _completion(self, request: Request, prompt: Prompt) -> SequenceGroup:
         """The sequences of a request that generates a completion."""
         decoding, manifest, deadline = request.decoding, self.bundle.manifest, request.deadline
-        ids = self._within_context(prompt, decoding.parse_special, deadline)
+        try:
+            ids = self.tokens_of(prompt, decoding.parse_special, deadline, most=self.max_seq_len)
+        except TooManyTokens as error:
+            raise self._too_long(f"more than {error.count}", "prompt") from error
         sampling = seeded(decoding.sampling)
         max_length = self._max_length(ids, decoding.max_tokens)
         fork = self._forks(decoding)
@@ -198,16 +203,6 @@ class Admission:
             echo=start - 1,
             observers=(scoring,),
         )
-
-    def _within_context(self, prompt: Prompt, parse_special: bool, deadline: float | None) -> list[int]:
-        """The tokens of a prompt; one that is surely too long is not tokenized as a whole."""
-        self.limits.check_prompt(prompt)
-        try:
-            ids = self.prompts.tokens_of(prompt, parse_special, deadline=deadline, most=self.max_seq_len)
-        except TooManyTokens as error:
-            raise self._too_long(f"more than {error.count}", "prompt") from error
-        self.limits.check_tokens(len(ids))
-        return ids
 
     def _logprobs(self, top: int | None) -> Logprobs | None:
         if top is None:

@@ -12,7 +12,7 @@ import numpy as np
 
 from spaceport.runtime.decode.sequence import KvPrefix, in_order
 from spaceport.runtime.decode.sequence_group import SequenceGroup
-from spaceport.runtime.engine import Engine
+from spaceport.runtime.engine import Engine, slots_in_order
 
 LEAST_COPIED = 32  # tokens: for fewer, a copy saves little
 _MOST_LOST = 8  # tokens of a prefix: instead of more, its rows are copied if that overwrites no other prefix
@@ -138,9 +138,9 @@ class FreeBuffers:
         if donor is None:
             cache.forget(index)
             return
-        found = cache[donor].prefix.cut(length)
-        if donor != index or found.tokens_in_order < length:
-            engine.copy(donor, index, found.slots)
+        slots = cache[donor].prefix.slots[:length]
+        if donor != index or slots_in_order(slots) < length:
+            engine.copy(donor, index, slots)
         sequences.reuse(length)
         cache.hits += 1
         cache.hit_tokens += length

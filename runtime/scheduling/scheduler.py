@@ -13,7 +13,7 @@ from spaceport.graphs.contract.signature import LOGIT_BYTES, STEP_ROWS
 from spaceport.runtime.costs import StepCosts, relative_costs
 from spaceport.runtime.decode.draft import common
 from spaceport.runtime.decode.sequence_group import RequestStep, SequenceGroup
-from spaceport.runtime.decode.step import Call, one_call, step
+from spaceport.runtime.decode.step import Call, step
 from spaceport.runtime.engine import Engine, EngineFault
 from spaceport.runtime.scheduling.prefix_cache import LEAST_COPIED, FreeBuffers
 from spaceport.runtime.scheduling.request import Outcome, Request
@@ -353,7 +353,7 @@ class Scheduler:
         return chosen
 
     def _group(self, steps: Sequence[RequestStep]) -> Sequence[Call]:
-        return one_call(steps) if len(steps) < 2 else group_by_width(steps, self._call_rows)
+        return group_by_width(steps, self._call_rows)
 
     def _called(self) -> None:
         if self._abandoned:

@@ -344,30 +344,20 @@ class ToolCallParser:
                 return True
             self._advance = self._opened
             return True
-        rest = self._held[self._at :]
-        if not self._in_list and self._in_fence:
-            if character == "{":
+        rest, closing = self._held[self._at :], _FENCE if self._in_fence else form.closing
+        if not self._in_list:
+            separates = character == ";" and not form.opening and not self._in_fence
+            if separates or (character == "{" and self._in_fence):
+                self._at += separates
                 self._advance = self._opened
                 return True
-            if rest.startswith(_FENCE):
-                self._at += len(_FENCE)
+            if closing and rest.startswith(closing):
+                self._at += len(closing)
                 self._accept()
-            elif _FENCE.startswith(rest):
+            elif closing.startswith(rest):
                 if self._over:
                     self._held = ""
                 return False
-        elif not self._in_list and form.closing:
-            if rest.startswith(form.closing):
-                self._at += len(form.closing)
-                self._accept()
-            elif form.closing.startswith(rest):
-                if self._over:
-                    self._held = ""
-                return False
-        elif not self._in_list and character == ";" and not form.opening:
-            self._at += 1
-            self._advance = self._opened
-            return True
         self._in_list = self._in_fence = self._is_bare = False
         self._at, self._advance = 0, self._search
         return True

@@ -29,7 +29,7 @@ class Outside:
     def __init__(self, phrase: Sequence[int], known: int = 2) -> None:
         self._phrase, self._known = list(phrase), known
 
-    def propose(self, thread: TokenSequence, acceptance: Acceptance) -> Predictions:
+    def __call__(self, thread: TokenSequence, acceptance: Acceptance) -> Predictions:
         known, phrase = thread.tokens[-self._known :], self._phrase
         ends = [end for end in range(self._known, len(phrase)) if phrase[end - self._known : end] == known]
         rest = phrase[ends[0] : ends[0] + 4] if ends else []
@@ -86,15 +86,9 @@ def test_a_chain_takes_the_first_source_that_proposes_anything(monkeypatch: pyte
 
 
 def test_a_source_may_propose_more_tokens_than_any_draft_has(monkeypatch: pytest.MonkeyPatch) -> None:
-    phrase = list(range(7)) * 40
-    monkeypatch.setattr(
-        Outside,
-        "propose",
-        lambda self, thread, acceptance: Predictions(
-            "outside", [Candidates((token,), (0.9,)) for token in phrase], thread.tokens[-1]
-        ),
-    )
-    monkeypatch.setitem(SOURCES, "outside", lambda config: Outside(phrase))
+    candidates = [Candidates((token,), (0.9,)) for token in list(range(7)) * 40]
+    source = lambda thread, acceptance: Predictions("outside", candidates, thread.tokens[-1])  # noqa: E731
+    monkeypatch.setitem(SOURCES, "outside", lambda config: source)
     with hash_runtime(LANGUAGE) as runtime:
         found = runtime.generate(PROMPT, Decoding(max_tokens=20, fork=False, draft_rows=120))
     assert found.tokens == tuple(LANGUAGE.write(PROMPT, 20))

@@ -15,7 +15,7 @@ from spaceport.graphs.contract.draft_methods import CorrectionTables, read_table
 from spaceport.graphs.contract.faults import InputFault
 from spaceport.graphs.contract.manifest import TokenIds
 from spaceport.runtime.costs import Curve, StepCosts
-from spaceport.runtime.decode.draft import Candidates, Draft, DraftConfig, Outlook, Shape, best_chain, tree
+from spaceport.runtime.decode.draft import Candidates, Draft, DraftConfig, Outlook, Shape, tree
 from spaceport.runtime.decode.plan import Verdict, plan_thread
 from spaceport.runtime.decode.planner import DraftPlanner, Sharing, TreeDrafter, drafter_for
 from spaceport.runtime.decode.sequence import TokenSequence, root_sequence
@@ -58,8 +58,8 @@ def test_the_token_before_changes_the_order(before: int, order: tuple[int, ...])
 def test_a_chain_follows_its_own_tokens() -> None:
     """The first mask slot proposes 6 behind 0; 6 changes the order of the second one."""
     first = CorrectedCandidates((6, 7), (0.6, 0.3), TABLES, 3)
-    assert [each.tokens[0] for each in best_chain((first, corrected()), 0)] == [6, 2]
-    assert [each.tokens for each in best_chain((corrected(), Candidates((), ()), corrected()), 7)] == [(3, 1, 2)]
+    assert Predictions("mask", (first, corrected()), 0).best() == [6, 2]
+    assert Predictions("mask", (corrected(), Candidates((), ()), corrected()), 7).best() == [3]
 
 
 def test_each_branch_of_a_tree_has_its_own_candidates() -> None:

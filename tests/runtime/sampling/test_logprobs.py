@@ -25,7 +25,7 @@ from spaceport.graphs.contract.signature import LOGIT_BYTES, LOWERINGS
 from spaceport.runtime.decode.sequence import NotANumber
 from spaceport.runtime.decoding import Decoding
 from spaceport.runtime.engine import Batch
-from spaceport.runtime.sampling.logprobs import logprob_of
+from spaceport.runtime.sampling.logprobs import numbers_of
 from spaceport.runtime.sampling.sampler import most_probable
 from spaceport.runtime.scheduling.request import Completion
 from spaceport.runtime.session import Runtime
@@ -171,8 +171,8 @@ def test_log_probabilities_are_exact_to_six_digits_however_large_the_logits(seed
     token = int(random.integers(size))
     exact = line.astype(np.longdouble) - line.max()
     exact -= np.log(np.exp(exact).sum())
-    assert abs(logprob_of(line, token, 0, 0).logprob - float(exact[token])) < 1e-6
-    assert logprob_of(np.array([0, -np.inf], np.float32), 1, 0, 0).logprob == -np.inf
+    assert abs(numbers_of(line, token, 0, 0)[1][0] - float(exact[token])) < 1e-6
+    assert numbers_of(np.array([0, -np.inf], np.float32), 1, 0, 0)[1] == [-np.inf]
 
 
 # Scores of given texts

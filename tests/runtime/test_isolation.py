@@ -6,6 +6,7 @@ import socket
 from collections.abc import Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
+from queue import SimpleQueue
 from threading import Semaphore
 from time import monotonic, sleep
 from typing import Any
@@ -134,65 +135,39 @@ def test_a_job_ends_at_its_deadline_or_with_the_pool() -> None:
             found.result(60)
 
 
-class Jobs:
-    """Stands for helper processes: each job waits until the test lets it end."""
-
-    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        self.begun: list[str] = []
-        self.leave = Semaphore(0)
-        self.changed = Semaphore(0)
-        monkeypatch.setattr(HelperProcess, "run", self._run)
-
-    def _run(self, job: str, deadline: float | None = None, **_: object) -> str:
-        self.begun.append(job)
-        self.changed.release()
-        assert self.leave.acquire(timeout=60)
-        if job == "bad":
-            raise JobFailed("bad")
-        return job
-
-    def wait(self) -> None:
-        assert self.changed.acquire(timeout=60)
-
-
-@pytest.fixture
-def jobs(monkeypatch: pytest.MonkeyPatch) -> Jobs:
-    return Jobs(monkeypatch)
-
-
 def waiting(pool: HelperPool, count: int) -> None:
     condition: Any = pool._idle.not_empty
     while len(condition._waiters) < count:
         sleep(0.001)
 
 
-def test_two_jobs_run_at_a_time_and_the_others_follow_in_order(jobs: Jobs) -> None:
-    pool = HelperPool(processes=2)
+def test_two_jobs_run_at_a_time_the_others_follow_in_order_and_waiting_counts_towards_the_deadline(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    begun, may_end = SimpleQueue[str](), Semaphore(0)
+
+    def run(helper: HelperProcess, job: str, deadline: float | None = None) -> str:
+        begun.put(job)
+        assert may_end.acquire(timeout=60)
+        if job == "bad":
+            raise JobFailed("bad")
+        return job
+
+    monkeypatch.setattr(HelperProcess, "run", run)
+    pool, names = HelperPool(processes=2), ("a", "bad", "c", "d", "e")
     with ThreadPoolExecutor(8) as callers:
         found: list[Future[object]] = []
-        for number, name in enumerate(("a", "bad", "c", "d", "e")):
+        for number, name in enumerate(names):
             found.append(callers.submit(pool.run, name))
             if number < 2:
-                jobs.wait()
+                assert begun.get(timeout=60) == name
             waiting(pool, max(0, number - 1))
-        assert jobs.begun == ["a", "bad"]
-        for expected in (["a", "bad", "c"], ["a", "bad", "c", "d"], ["a", "bad", "c", "d", "e"]):
-            jobs.leave.release()
-            jobs.wait()
-            assert jobs.begun == expected
-        jobs.leave.release(9)
-        assert [str(each.exception() or each.result()) for each in found] == ["a", "bad", "c", "d", "e"]
-    assert pool._idle.qsize() == 2
-
-
-def test_waiting_counts_towards_the_deadline(jobs: Jobs) -> None:
-    pool = HelperPool(processes=1)
-    with ThreadPoolExecutor(1) as callers:
-        first = callers.submit(pool.run, "a")
-        jobs.wait()
         with pytest.raises(DeadlinePassed, match="before it began"):
-            pool.run("b", monotonic() + 0.01)
-        jobs.leave.release(2)
-        assert first.result(60) == "a"
-        assert pool.run("c", monotonic() + 60) == "c"
-    assert jobs.begun == ["a", "c"]
+            pool.run("late", monotonic() + 0.01)
+        for name in names[2:]:
+            assert begun.empty()
+            may_end.release()
+            assert begun.get(timeout=60) == name
+        may_end.release(2)
+        assert [str(each.exception() or each.result()) for each in found] == [*names]
+    assert pool._idle.qsize() == 2

@@ -147,27 +147,19 @@ with Runtime.open(sys.argv[1], backend="onnxruntime", max_seq_len=64, threads=1,
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", ["tiny_bundle", "tiny_int8_bundle"])
-@pytest.mark.parametrize("change", ["truncated", "written"])
-def test_a_bundle_that_changes_while_it_is_served_never_gives_another_text(
-    name: str, change: str, tmp_path: Path, request: pytest.FixtureRequest
+def test_a_bundle_that_is_truncated_while_it_is_served_never_gives_another_text(
+    name: str, tmp_path: Path, request: pytest.FixtureRequest
 ) -> None:
-    """Truncation of a mapped file may end the process (SIGBUS)."""
+    """It may end the process (SIGBUS)."""
     bundle = shutil.copytree(request.getfixturevalue(name), tmp_path / "bundle")
-    data = bundle / DATA_FILE
     command = [sys.executable, "-c", _SERVES, str(bundle)]
     with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True) as process:
         assert process.stdout is not None
         lines = [process.stdout.readline() for _ in range(3)]
-        if change == "truncated":
-            os.truncate(data, 0)
-        else:
-            with data.open("r+b") as file:
-                file.write(bytes(data.stat().st_size))
+        os.truncate(bundle / DATA_FILE, 0)
         lines += [line for line in process.stdout if line.endswith("\n")]
     assert lines[0].startswith("[")
     assert {*lines} <= {lines[0], "BundleError\n"}
-    if change == "written":
-        assert lines[-1] == "BundleError\n"
     with pytest.raises(BundleError, match="the manifest says"):
         open_runtime(bundle)
 

@@ -240,18 +240,13 @@ def test_two_packages_of_onnxruntime_are_a_mistake_where_cuda_is_asked_for(
     bundle: Bundle, tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     assert clashing() is None
-    site = tmp_path_factory.mktemp("site")  # what pip leaves behind of both
-    for package in ("onnxruntime", "onnxruntime_gpu"):
-        (site / f"{package}-1.31.1.dist-info").mkdir()
-        metadata = f"Metadata-Version: 2.1\nName: {package}\nVersion: 1.31.1\n"
-        (site / f"{package}-1.31.1.dist-info" / "METADATA").write_text(metadata)
-    monkeypatch.syspath_prepend(site)
-    assert clashing() is not None
-    other = tmp_path_factory.mktemp("other")  # packages in two folders: the module of the first one is imported
-    (site / "onnxruntime_gpu-1.31.1.dist-info").rename(other / "onnxruntime_gpu-1.31.1.dist-info")
+    site, other = tmp_path_factory.mktemp("site"), tmp_path_factory.mktemp("other")
+    for package in ("onnxruntime", "onnxruntime_gpu"):  # what pip leaves behind of both
+        metadata = site / f"{package}-1.31.1.dist-info" / "METADATA"
+        metadata.parent.mkdir()
+        metadata.write_text(f"Metadata-Version: 2.1\nName: {package}\nVersion: 1.31.1\n")
     monkeypatch.syspath_prepend(other)
-    assert clashing() is None
-    (other / "onnxruntime_gpu-1.31.1.dist-info").rename(site / "onnxruntime_gpu-1.31.1.dist-info")
+    monkeypatch.syspath_prepend(site)
     message = (
         r"needs onnxruntime-gpu alone: .*both installed.*: pip uninstall onnxruntime onnxruntime-gpu, then pip install "
         r".*\[gpu\]'"
@@ -262,6 +257,8 @@ def test_two_packages_of_onnxruntime_are_a_mistake_where_cuda_is_asked_for(
     name, notes = resolve(scattered(bundle), "auto", OPTIONS)
     assert name == "onnxruntime"
     assert any("both installed" in note for note in notes)
+    metadata.parent.rename(other / metadata.parent.name)  # packages in two folders: the module of the first is imported
+    assert clashing() is None
 
 
 def test_a_backend_that_nobody_knows_is_a_mistake_of_usage(bundle: Bundle) -> None:

@@ -44,19 +44,12 @@ def variables(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
         pytest.skip(str(reason))
 
 
-def output_of(variables: Mapping[str, str], *arguments: str | Path) -> str:
-    """What Python prints in a process with CUDA, which prints no warnings."""
-    done = subprocess.run(
-        [sys.executable, *map(str, arguments)], env=variables, capture_output=True, text=True, check=False
-    )
-    assert (done.returncode, done.stderr) == (0, "")
-    return done.stdout
-
-
 def found_of(variables: Mapping[str, str], kind: str, folder: Path, paths: Mapping[str, Path]) -> dict[str, Found]:
-    found: dict[str, Found] = json.loads(
-        output_of(variables, LEG, kind, folder, *(f"{name}={path}" for name, path in paths.items()))
-    )
+    """What a process with CUDA found, which prints no warnings."""
+    command = [sys.executable, str(LEG), kind, str(folder), *(f"{name}={path}" for name, path in paths.items())]
+    done = subprocess.run(command, env=variables, capture_output=True, text=True, check=False)
+    assert (done.returncode, done.stderr) == (0, "")
+    found: dict[str, Found] = json.loads(done.stdout)
     return found
 
 

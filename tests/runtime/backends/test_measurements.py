@@ -55,14 +55,13 @@ class SlotEngine(Engine):
         self.signature = Signature(1, 1, 1, 50, "float32", "scatter")
         self.capacity, self.rows, self.requests = capacity, rows, 1
         self._order, self._width, self._factor = order, width, factor
-        self.slots, self.widths = np.zeros(capacity, np.int64), list[int]()
+        self.slots = np.zeros(capacity, np.int64)
 
     def run(self, batch: Batch) -> NDArray[np.float32]:
         assert batch.requests == 1
         count = batch.input_ids.shape[1]
         assert count <= self.rows
         assert batch.slot_ids.max() < self.capacity
-        self.widths.append(count)
         self.slots[batch.slot_ids[0]] = batch.input_ids[0]
         seen = self.slots[: batch.attention_mask.shape[-1]] * batch.attention_mask[0, 0]  # rows x slots
         weights = 1 + self._order * np.arange(seen.shape[1])
@@ -409,13 +408,6 @@ def test_standard_costs_repeat_the_steps_of_a_request(demo_bundle: Path, cache: 
 POINTS = StepCosts(256, ((1, 0.010), (4, 0.013), (16, 0.025)), 8, ((1, 0.020), (4, 0.050)), slot=1e-6, row_slot=2e-7)
 
 
-def engine_seconds(costs: StepCosts, rows: int, requests: int = 1, visible: int | None = None) -> float:
-    """Without the Python code around a call."""
-    return costs.seconds(rows, requests, visible) - 2 * requests * (
-        5e-5 + (1e-4 + 8e-6 * (rows - 1) if rows > 1 else 0)
-    )
-
-
 @pytest.mark.parametrize(
     ("rows", "requests", "visible", "seconds"),
     [
@@ -425,13 +417,15 @@ def engine_seconds(costs: StepCosts, rows: int, requests: int = 1, visible: int 
     ],
 )
 def test_a_table_is_read_between_its_points(rows: int, requests: int, visible: int | None, seconds: float) -> None:
-    assert engine_seconds(POINTS, rows, requests, visible) == pytest.approx(seconds)
+    assert POINTS.call_seconds(rows, requests, visible) == pytest.approx(seconds)
 
 
-def test_fewer_requests_than_were_measured_lie_between() -> None:
-    assert engine_seconds(POINTS, 4) < engine_seconds(POINTS, 1, 4) < engine_seconds(POINTS, 1, 8)
+def test_fewer_requests_than_were_measured_lie_between_and_python_code_takes_its_time() -> None:
+    assert POINTS.call_seconds(4) < POINTS.call_seconds(1, 4) < POINTS.call_seconds(1, 8)
     short = StepCosts(1024, ((1, 0.010),), slot=2e-5)
-    assert engine_seconds(short, 1, 1, 0) == pytest.approx(0.002)  # fewer visible slots never save a whole step
+    assert short.call_seconds(1, 1, 0) == pytest.approx(0.002)  # fewer visible slots never save a whole step
+    for threads, python in ((1, 5e-5 + 1e-4 + 8e-6), (2, 5e-5 + 8e-6)):
+        assert POINTS.seconds(2, 4, None, threads) == pytest.approx(POINTS.call_seconds(2, 4) + 2 * 4 * python)
 
 
 def test_a_curve_is_relative_to_the_plain_step_of_all_who_share_it() -> None:

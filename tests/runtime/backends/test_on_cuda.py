@@ -72,31 +72,23 @@ class Recorded:
     def __init__(self, session: ort.InferenceSession) -> None:
         self.binding = session.io_binding()
         self._session = session
-        self._inputs: dict[str, tuple[Any, ...]] = {}
-        self._outputs: dict[str, tuple[Any, ...]] = {}
+        self._addresses: dict[tuple[str, str], tuple[Any, ...]] = {}
 
-    def bind_input(self, name: str, *address: Any) -> None:
-        self._inputs[name] = address
-        self.binding.bind_input(name, *address)
+    def __getattr__(self, method: str) -> Any:
+        call = getattr(self.binding, method)
 
-    def bind_output(self, name: str, *address: Any) -> None:
-        self._outputs[name] = address
-        self.binding.bind_output(name, *address)
+        def bind(name: str, *address: Any) -> None:
+            self._addresses[method, name] = address
+            call(name, *address)
+
+        return bind if method in ("bind_input", "bind_output") else call
 
     def copy(self) -> Recorded:
         """The same addresses, in a binding that stays unchanged."""
         copy = Recorded(self._session)
-        for name, address in self._inputs.items():
-            copy.bind_input(name, *address)
-        for name, address in self._outputs.items():
-            copy.bind_output(name, *address)
+        for (method, name), address in self._addresses.items():
+            getattr(copy, method)(name, *address)
         return copy
-
-    def get_outputs(self) -> Any:
-        return self.binding.get_outputs()
-
-    def get_outputs_as_ortvaluevector(self) -> Any:
-        return self.binding.get_outputs_as_ortvaluevector()
 
 
 PROMPTS: list[str] = [*json.loads((TINY / "prompts.json").read_text("utf-8")).values()]

@@ -390,20 +390,20 @@ class _Body:
         """Attention with stored keys and values; all tensors are requests x heads x rows or slots x size."""
         heads = self.attributes["heads"]
         seen = self.part(self.op("Shape", "visible"), 3, 4, 0)
-        zero, share = (0,), self.op("Div", (heads,), kv_heads)
+        share = self.op("Div", (heads,), kv_heads)
         codes, q_scale = self.rounded(q, 0, 0, -1)
 
         def near(stored: str) -> str:
-            part = self.op("Slice", stored, zero, seen, (2,))
+            part = self.op("Slice", stored, (0,), seen, (2,))
             return self.repeated(self.cast(part), share)
 
-        def scales(begin: str, end: str) -> str:
-            part = self.op("Slice", self.op("Slice", "new_scales", begin, end, (1,)), zero, seen, (2,))
+        def scales(begin: Input, end: str) -> str:
+            part = self.op("Slice", self.op("Slice", "new_scales", begin, end, (1,)), (0,), seen, (2,))
             return self.repeated(self.op("Unsqueeze", part, (2,)), share)
 
         products = self.op("MatMul", self.by_request(codes), self.op("Transpose", near("new_keys"), perm=[0, 1, 3, 2]))
         factor = self.op("Mul", self.by_request(q_scale), float(self.attributes["scale"]))
-        scores = self.capped(self.op("Mul", self.op("Mul", products, scales(zero, kv_heads)), factor))
+        scores = self.capped(self.op("Mul", self.op("Mul", products, scales((0,), kv_heads)), factor))
         scores = self.op("Where", "visible", scores, -1e9)
         top = self.op("ReduceMax", scores, (-1,), keepdims=1)
         sinks = self.op("Reshape", "sinks", (1, -1, 1, 1)) if "sinks" in self.given else ""

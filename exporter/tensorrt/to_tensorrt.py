@@ -384,11 +384,10 @@ def build_fault(library: Library, options: BuildOptions, messages: BuildMessages
     text = " ".join(" ".join(messages.errors).split())
     if "is_decomposable" in text:
         return _NoKernel(text)
-    if "workspace" in text and options.workspace is None:
-        return OptionFault(
-            f"{library.name} has not enough workspace memory: lower --prefill-rows or --max-requests: {text[:300]}"
-        )
     if "workspace" in text:
+        if options.workspace is None:
+            needed = f"has not enough workspace memory: lower --prefill-rows or --max-requests: {text[:300]}"
+            return OptionFault(f"{library.name} {needed}")
         return OptionFault(
             f"--workspace is {options.workspace / 2**20:.0f} MB: {library.name} needs more; raise it, or leave it "
             "out to allow all GPU memory"

@@ -175,6 +175,9 @@ class Manifest:
         """Whether the operators of `spaceport.kernels` compute its products."""
         return self.number_format.native
 
+    def as_dict(self) -> dict[str, Any]:
+        return asdict(self)
+
 
 def manifest_of(data: object) -> Manifest:
     """The manifest in parsed JSON; raises if any part is invalid, missing or unknown."""
@@ -245,7 +248,7 @@ _ZEROS = b"0" * 64
 
 def manifest_content(manifest: Manifest) -> bytes:
     """The content of a manifest's file with its digest."""
-    return with_digest(asdict(manifest))
+    return with_digest(manifest.as_dict())
 
 
 def with_digest(entries: dict[str, Any]) -> bytes:

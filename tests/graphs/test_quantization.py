@@ -19,7 +19,6 @@ from spaceport.graphs.quantization import (
     QuantizedWeight,
     block_of,
     fake_quantize,
-    quantize_inputs,
     quantize_model,
     weight_format,
 )
@@ -28,19 +27,26 @@ from spaceport.verify.quantization import agreement
 from support.families import FAMILIES, build
 from support.paths import TINY
 
-TYPES = (torch.float32, torch.float16, torch.bfloat16)
 FORMATS: tuple[Weights, ...] = ("int4", "float8")
 NAMED = {family.name: family for family in FAMILIES}
 
+
+def random_weight(seed: int, rows: int, inputs: int, size: float, dtype: torch.dtype = torch.float32) -> Tensor:
+    """A matrix (outputs x inputs), whose last row is zero if there are others."""
+    weight = size * torch.randn(rows, inputs, generator=torch.Generator().manual_seed(seed)) ** 3
+    weight[1:][-1:] = 0
+    return weight.to(dtype)
+
+
+SIZES = st.sampled_from((1e-6, 1e-3, 0.02, 1.0, 100.0))
+matrices = st.builds(random_weight, st.integers(0, 1 << 30), st.integers(1, 9), st.sampled_from((8, 32, 96)), SIZES)
 weights = st.builds(
-    lambda seed, inputs, outputs, size, dtype: (
-        size * torch.randn(outputs, inputs, generator=torch.Generator().manual_seed(seed)) ** 3
-    ).to(dtype),
+    random_weight,
     st.integers(0, 1 << 30),
-    st.sampled_from((32, 64, 96, 256)),
     st.integers(1, 5),
-    st.sampled_from((1e-6, 1e-3, 0.02, 1.0, 100.0)),
-    st.sampled_from(TYPES),
+    st.sampled_from((32, 64, 96, 256)),
+    SIZES,
+    st.sampled_from((torch.float32, torch.float16, torch.bfloat16)),
 )
 
 
@@ -60,16 +66,19 @@ def slack(weight: Tensor) -> Tensor:
     return weight.T.float().abs() * info.eps + info.tiny * info.eps
 
 
+@pytest.mark.parametrize(("kind", "least", "most"), [("int4", -8, 7), ("int8", -127, 127)])
 @settings(max_examples=60)
-@given(weights)
-def test_the_error_of_an_int4_weight_is_at_most_half_a_step_unless_it_is_clipped(weight: Tensor) -> None:
-    found = quantized(weight, "int4")
+@given(weight=weights)
+def test_the_error_of_a_weight_is_at_most_half_a_step_unless_it_is_clipped(
+    kind: Weights, least: int, most: int, weight: Tensor
+) -> None:
+    found = quantized(weight, kind)
     error, step = (found.dequantized.float() - weight.T.float()).abs(), steps(found)
-    inside = (found.codes > -8) & (found.codes < 7)
+    inside = (found.codes > least) & (found.codes < most) if kind == "int4" else found.codes.abs() <= most
     assert bool((error <= 0.5001 * step + slack(weight))[inside].all())
-    assert found.codes.min() >= -8
-    assert found.codes.max() <= 7
+    assert least <= found.codes.min() <= found.codes.max() <= most
     assert bool((step > 0).all())
+    assert len(weight) == 1 or not found.dequantized.T[-1].any()  # zeros stay zeros
 
 
 @settings(max_examples=60)
@@ -92,16 +101,7 @@ def test_the_error_of_a_float8_weight_is_at_most_a_sixteenth_or_half_the_smalles
     error = (found.dequantized.float() - weight.T.float()).abs()
     assert bool((error <= weight.T.float().abs() / 16 + 2.0**-10 * steps(found) * 1.01 + slack(weight)).all())
     assert bool(torch.isfinite(found.codes.float()).all())
-
-
-@pytest.mark.parametrize("kind", FORMATS)
-@pytest.mark.parametrize("dtype", TYPES)
-def test_zeros_stay_zeros(kind: Weights, dtype: torch.dtype) -> None:
-    weight = torch.randn(3, 64, generator=torch.Generator().manual_seed(0)).to(dtype)
-    weight[1] = 0
-    found = quantized(weight, kind)
-    assert not found.dequantized.T[1].any()
-    assert bool(torch.isfinite(found.dequantized).all())
+    assert len(weight) == 1 or not found.dequantized.T[-1].any()
 
 
 @pytest.mark.parametrize(("inputs", "block"), [(256, 128), (192, 64), (96, 32), (48, None)])
@@ -186,27 +186,6 @@ def test_agreement_counts_rows_and_measures_divergence() -> None:
     )
 
 
-def random_matrix(seed: int, rows: int, inputs: int, size: float) -> Tensor:
-    return size * torch.randn(rows, inputs, generator=torch.Generator().manual_seed(seed)) ** 3
-
-
-matrices = st.builds(
-    random_matrix,
-    st.integers(0, 1 << 30),
-    st.integers(1, 9),
-    st.sampled_from((8, 32, 96)),
-    st.sampled_from((1e-6, 0.02, 100.0)),
-)
-
-
-@settings(max_examples=40)
-@given(matrices)
-def test_the_error_of_an_int8_weight_is_at_most_half_a_step_of_its_output(weight: Tensor) -> None:
-    found = quantized(weight, "int8")
-    assert int(found.codes.abs().max()) <= INT8_MAX
-    assert bool(((found.dequantized.T - weight).abs() <= 0.5001 * found.scale[:, None]).all())
-
-
 def largest_of_blocks(states: Tensor) -> Tensor:
     """The largest magnitude of the block of each input."""
     parts = [part.abs().amax(dim=-1, keepdim=True).expand(part.shape) for part in states.split(INPUT_BLOCK, dim=-1)]
@@ -216,7 +195,7 @@ def largest_of_blocks(states: Tensor) -> Tensor:
 @settings(max_examples=40)
 @given(matrices)
 def test_the_error_of_an_input_is_at_most_half_a_step_of_its_block(states: Tensor) -> None:
-    step = largest_of_blocks(states) / INT8_MAX
+    step = (largest_of_blocks(states) / INT8_MAX).clamp(min=1e-37)  # of blocks of zeros
     rounded = fake_quantize(states)
     assert bool(((rounded - states).abs() <= 0.501 * step).all())
     assert bool((((rounded / step).round() * step - rounded).abs() <= 1e-5 * step * INT8_MAX).all())
@@ -238,32 +217,3 @@ def test_blocks_of_zeros_stay_zero_and_numbers_that_are_not_finite_stay_in_their
 def test_a_row_is_rounded_equally_alone_and_with_other_rows(states: Tensor, row: int) -> None:
     row %= len(states)
     assert torch.equal(fake_quantize(states)[row : row + 1], fake_quantize(states[row : row + 1]))
-
-
-def logits(model: PreTrainedModel) -> Tensor:
-    with torch.no_grad():
-        found: Tensor = model(input_ids=torch.arange(3, 27)[None]).logits
-    return found
-
-
-def test_rounded_inputs_change_logits_a_little() -> None:
-    model = tiny()
-    expected = logits(model)
-    quantize_inputs(model)
-    error = float((logits(model) - expected).abs().max() / expected.abs().max())
-    assert 1e-4 < error < 5e-2
-
-
-def test_the_inputs_of_adapters_are_rounded_with_those_of_their_layer() -> None:
-    model = tiny()
-    gate_model(model, [2], 4, 8.0, ["q_proj"])
-    name = "model.layers.0.self_attn.q_proj"
-    module = model.get_submodule(name)
-    assert isinstance(module, GatedLinear)
-    module.B.data.fill_(0.5)
-    states = torch.randn(1, 2, module.in_features, generator=torch.Generator().manual_seed(0))
-    module.gate.rows = torch.tensor([[[False], [True]]])
-    with torch.no_grad():
-        expected = module(fake_quantize(states))
-        quantize_inputs(model)
-        assert torch.equal(module(states), expected)

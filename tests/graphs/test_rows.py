@@ -10,11 +10,10 @@ from transformers import GemmaConfig, GemmaForCausalLM, LlamaConfig, LlamaForCau
 
 from spaceport.exporter.checkpoint import quiet_libraries
 from spaceport.graphs.contract.signature import Signature, logit_rows
-from spaceport.graphs.decoder import rows_selected
 from spaceport.graphs.gated import gate_model, gate_of, low_rank_linear, trainable_parameters, uniform_rows
-from spaceport.graphs.heads import Heads, expected_shapes
+from spaceport.graphs.heads import Heads
 from spaceport.graphs.mechanism import DraftCorrection, Factors, InputRows
-from spaceport.graphs.traits import UnsupportedModel, comparison_ids, probe, require_equal_logits, unmodified_logits
+from spaceport.graphs.traits import UnsupportedModel, require_equal_logits
 from support.gguf_files import HIDDEN, random_model
 from support.mask_rows import rows_batch, torch_engine
 from support.published_drafts import random_heads, reference_lines
@@ -115,17 +114,6 @@ def test_input_rows_follow_the_type_of_the_model_and_are_not_stored_with_it(tied
     assert tied(input_ids=torch.tensor([[FORK, OTHER, 3]])).logits.dtype == torch.float16
 
 
-def test_selected_rows_have_the_same_logits_as_without_selection() -> None:
-    model, ids, rows = random_model(), torch.arange(12)[None] + 3, [11, 0, 5]
-    with torch.no_grad():
-        before = model(input_ids=ids).logits
-        with rows_selected(model, lambda hidden: hidden[:, rows]):
-            selected = model(input_ids=ids).logits
-        after = model(input_ids=ids).logits
-    torch.testing.assert_close(selected, before[:, rows])
-    assert torch.equal(after, before)
-
-
 COUNT, BLOCKS = 3, 2
 
 
@@ -147,18 +135,6 @@ def test_the_lines_of_a_row_are_its_own_and_those_of_each_head() -> None:
         assert np.abs(lines[head :: 1 + COUNT] - expected.numpy()).max() < 1e-4 * float(expected.abs().max())
 
 
-def test_heads_have_the_names_of_published_files() -> None:
-    assert expected_shapes(2, 1, 8, 20) == {
-        "0.0.linear.weight": (8, 8),
-        "0.0.linear.bias": (8,),
-        "0.1.weight": (20, 8),
-        "1.0.linear.weight": (8, 8),
-        "1.0.linear.bias": (8,),
-        "1.1.weight": (20, 8),
-    }
-    assert expected_shapes(1, 0, 8, 20) == {"0.0.weight": (20, 8)}
-
-
 def test_heads_count_as_logits_of_a_row() -> None:
     signature = Signature(2, 2, 8, 32_000, "float16", "scatter", lines=6)
     assert signature.row_logits == 6 * 32_000
@@ -167,36 +143,18 @@ def test_heads_count_as_logits_of_a_row() -> None:
     assert signature.outputs[0].shape == ("B", "L", 32_000)
 
 
-@pytest.fixture(scope="module")
-def model() -> PreTrainedModel:
-    return random_model()
-
-
-@pytest.mark.parametrize("largest", [0.5, 1.0, 50.0])
-def test_the_tolerance_is_relative_to_the_largest_logit(model: PreTrainedModel, largest: float) -> None:
-    expected = torch.linspace(-0.1, largest, 100)
-    limit = 1e-4 * max(1.0, largest)
-    require_equal_logits(model, "in another way", expected + 0.9 * limit, expected)
-    with pytest.raises(
-        UnsupportedModel, match=r"^the logits of LlamaForCausalLM in another way differ from .* \(expec"
-    ):
-        require_equal_logits(model, "in another way", expected - 1.1 * limit, expected)
-
-
-def test_a_type_with_less_precision_has_a_larger_tolerance_and_no_logit_may_be_infinite() -> None:
+def test_the_tolerance_is_relative_to_the_largest_logit_and_no_logit_may_be_infinite() -> None:
+    model = random_model()
+    for largest in (0.5, 1.0, 50.0):
+        expected = torch.linspace(-0.1, largest, 100)
+        limit = 1e-4 * max(1.0, largest)
+        require_equal_logits(model, "in another way", expected + 0.9 * limit, expected)
+        for wrong in (-1.1 * limit, torch.nan, torch.inf):
+            message = r"^the logits of LlamaForCausalLM in another way differ from .* \(expec"
+            with pytest.raises(UnsupportedModel, match=message):
+                require_equal_logits(model, "in another way", expected + wrong, expected)
     expected = torch.ones(3)
-    require_equal_logits(random_model().bfloat16(), "in another way", expected + 0.09, expected)
-    for wrong in (expected + 0.09, torch.tensor([1.0, torch.nan, 1.0]), torch.tensor([1.0, torch.inf, 1.0])):
-        with pytest.raises(UnsupportedModel):
-            require_equal_logits(random_model(), "in another way", wrong, expected)
-
-
-def test_the_compared_text_is_the_same_each_time(model: PreTrainedModel) -> None:
-    with torch.no_grad():
-        traits = probe(model)
-        ids, again = comparison_ids(model, traits), comparison_ids(model, traits)
-        assert torch.equal(ids, again)
-        assert torch.equal(unmodified_logits(model, ids, traits), unmodified_logits(model, again, traits))
+    require_equal_logits(random_model().bfloat16(), "in another way", expected + 0.09, expected)  # less precise
 
 
 VOCAB, WIDTH, RANK = 50, 12, 5

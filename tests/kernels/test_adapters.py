@@ -125,18 +125,6 @@ def test_adapted_rows_are_the_product_and_the_adapter_before_the_activation(
         assert np.abs(got - y).max() <= ROUNDED * np.abs(y).max()
 
 
-def test_what_an_adapter_adds_is_to_the_bit_that_of_two_products(dice: np.random.Generator) -> None:
-    feeds, _ = feeds_of("AddProduct", dice)
-    feeds["residual"] = np.zeros_like(feeds["residual"])
-    attributes = KINDS["AddProduct"][1]
-    first = {"x": feeds["x"][ADAPTED[0]], "residual": np.zeros((3, RANK), np.float32), "weights": feeds["down"]}
-    low = run("AddProduct", first, {"format": "int8", "width": RANK})[0]
-    second = {"x": low, "residual": feeds["residual"][:3], "weights": feeds["up"]}
-    expected = run("AddProduct", plain_of(feeds), attributes)[0]
-    expected[ADAPTED[0]] += run("AddProduct", second, {"format": "int8", "width": 75})[0]
-    assert np.array_equal(run("AddProduct", feeds, attributes | {"rank": RANK})[0], expected)
-
-
 def test_adapted_rows_have_the_same_bytes_alone_and_in_any_company(dice: np.random.Generator, kind: str) -> None:
     """Alone, with other rows adapted or not, in another order, and named twice."""
     feeds, _ = feeds_of(kind, dice)

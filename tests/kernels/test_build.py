@@ -19,23 +19,24 @@ PYPROJECT = (ROOT / "pyproject.toml").read_text("utf-8")
 EXPORTED = {"RegisterCustomOps", "spaceport_instruction_set", "spaceport_instruction_sets", "spaceport_kernels_version"}
 
 
-def test_without_a_compiler_the_build_says_what_to_install(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("machine", "message"),
+    [
+        (None, r"no C\+\+ compiler found: install g\+\+ or clang, or pip install ziglang"),
+        ("riscv64", "no kernels for riscv64: expected one of x86_64, aarch64"),
+    ],
+)
+def test_a_missing_compiler_and_a_machine_without_kernels_are_named(
+    machine: str | None, message: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
     monkeypatch.setattr(build, "compiler", lambda: None)
-    with pytest.raises(
-        build.BuildError, match=r"no C\+\+ compiler found: install g\+\+ or clang, or pip install ziglang"
-    ):
-        build.build(tmp_path / "library.so")
-
-
-def test_a_machine_without_kernels_is_named(tmp_path: Path) -> None:
-    with pytest.raises(build.BuildError, match="no kernels for riscv64: expected one of x86_64, aarch64"):
-        build.build(tmp_path / "library.so", ["g++"], "riscv64")
+    with pytest.raises(build.BuildError, match=message):
+        build.build(tmp_path / "library.so", ["g++"] if machine else None, machine)
 
 
 def test_machines_have_one_name_each() -> None:
-    assert [build.machine_name(name) for name in ("AMD64", "x86_64", "arm64", "aarch64")] == ["x86_64"] * 2 + [
-        "aarch64"
-    ] * 2
+    names = [build.machine_name(name) for name in ("AMD64", "x86_64", "arm64", "aarch64")]
+    assert names == ["x86_64"] * 2 + ["aarch64"] * 2
 
 
 @pytest.mark.skipif(library() is None or shutil.which("nm") is None, reason="no C++ compiler")
@@ -46,38 +47,20 @@ def test_the_library_needs_the_c_library_only_and_shows_four_functions() -> None
 
 
 @pytest.mark.skipif(library() is None, reason="no C++ compiler")
-def test_the_library_names_the_instruction_set_of_the_next_session() -> None:
+def test_the_library_has_its_version_and_the_instruction_sets_of_the_processor() -> None:
     path = library()
     assert path is not None
+    assert (version(path), fault(path), set(instruction_sets(path))) == (VERSION, None, set(available_sets()))
     for name in available_sets():
         with forced(name):
             assert instruction_set(path) == name
+    assert instruction_set(path) in available_sets()
     with forced("sse9"):
         assert instruction_set(path) == ""
-    assert instruction_set(path) in available_sets()
-
-
-@pytest.mark.skipif(library() is None, reason="no C++ compiler")
-def test_an_unknown_instruction_set_is_an_error_that_names_those_of_the_processor() -> None:
-    path = library()
-    assert path is not None
-    assert set(instruction_sets(path)) == set(available_sets())
-    assert fault(path) is None
-    with (
-        forced("sse9"),
-        pytest.raises(ValueError, match=r"^SPACEPORT_KERNELS is sse9: this processor has .*portable; name"),
-    ):
-        register(onnxruntime.SessionOptions(), path)
-
-
-@pytest.mark.skipif(library() is None, reason="no C++ compiler")
-def test_the_library_has_the_version_of_the_python_code() -> None:
-    path = library()
-    assert path is not None
-    assert version(path) == VERSION
-    with pytest.raises(
-        ValueError, match=rf"have version {VERSION}, expected {VERSION + 1} or newer: install Spaceport"
-    ):
+        with pytest.raises(ValueError, match=r"^SPACEPORT_KERNELS is sse9: this processor has .*portable; name"):
+            register(onnxruntime.SessionOptions(), path)
+    newer = rf"have version {VERSION}, expected {VERSION + 1} or newer: install Spaceport"
+    with pytest.raises(ValueError, match=newer):
         register(onnxruntime.SessionOptions(), path, VERSION + 1)
 
 

@@ -8,7 +8,7 @@ from numpy.typing import NDArray
 from onnxruntime.capi.onnxruntime_pybind11_state import InvalidArgument
 
 from spaceport.kernels.packing import pack, quantize
-from support.native_operators import forced, library, options, run
+from support.native_operators import library, run
 
 pytestmark = pytest.mark.skipif(library() is None, reason="no C++ compiler")
 
@@ -43,19 +43,15 @@ CASES: list[tuple[str, Feeds, dict[str, Any], str]] = [
     ("AddProduct", ADD | {"x": X[:, :95]}, ADD_AS, "multiple of 32"),
     ("AddProduct", ADD | {"x": X[:, :64]}, ADD_AS, "bytes, expected 2560"),
     ("AddProduct", ADD | {"x": X[0]}, ADD_AS, "1 dimensions"),
-    ("AddProduct", ADD | {"x": np.ones((1, 1, 1, 3, 96), np.float32)}, ADD_AS, "5 dimensions"),
     ("AddProduct", ADD | {"residual": RESIDUAL[:2]}, ADD_AS, "input residual has 128 numbers"),
     ("AddProduct", ADD | {"residual": RESIDUAL.reshape(6, 32)}, ADD_AS, "rows of 32"),
     ("AddProduct", ADD | {"weights": WEIGHTS[:-1]}, ADD_AS, "has 3839 bytes, expected 3840 for 64 x 96"),
-    ("AddProduct", ADD | {"weights": WEIGHTS[:0]}, ADD_AS, "has 0 bytes"),
     ("AddProduct", ADD | {"bias": np.ones(63, np.float32)}, ADD_AS, "63 numbers, expected 64"),
-    ("AddProduct", ADD | {"bias": np.ones(0, np.float32)}, ADD_AS, "0 numbers, expected 64"),
     ("AddProduct", ADD, ADD_AS | {"format": "int8"}, "as int8"),
     ("AddProduct", ADD, ADD_AS | {"format": "int3"}, "format is int3, expected one of int4, int4_k, int4_pair, int5"),
     ("AddProduct", ADD, ADD_AS | {"format": "int4_k"}, "multiple of 256"),
     ("AddProduct", ADD, ADD_AS | {"format": "int4_pair"}, "96 numbers, expected a multiple of 64"),
     ("AddProduct", ADD, ADD_AS | {"width": 0}, "width is 0"),
-    ("AddProduct", ADD, ADD_AS | {"width": -64}, "width is -64"),
     ("AddProduct", ADD, ADD_AS | {"width": 1 << 40}, "expected 1 to 16777216"),
     ("AddProduct", ADD, {"width": 64}, "format"),
     ("NormProduct", {"x": X, "weights": WEIGHTS}, MANY_AS | {"norm": "batch"}, "norm is batch"),
@@ -94,12 +90,7 @@ CASES: list[tuple[str, Feeds, dict[str, Any], str]] = [
     ("Attend", ATTEND | {"scales": np.zeros((1, 20, 4), np.float32)}, ATTEND_AS, "rows of 4"),
     ("Attend", ATTEND | {"qkv": np.zeros((3, 96), np.float32)}, ATTEND_AS, "rows of 96, expected 128"),
     ("Attend", ATTEND | {"qkv": np.zeros((0, 128), np.float32)}, ATTEND_AS, "at least one row"),
-    (
-        "Attend",
-        ATTEND | {"cos": np.zeros((3, 9), np.float32), "sin": np.zeros((3, 9), np.float32)},
-        ATTEND_AS,
-        "rows of 9",
-    ),
+    ("Attend", ATTEND | dict.fromkeys(("cos", "sin"), np.zeros((3, 9), np.float32)), ATTEND_AS, "rows of 9"),
     ("Attend", ATTEND | {"sin": np.zeros((2, 8), np.float32)}, ATTEND_AS, "cos and sin have 24 and 16"),
     ("Attend", ATTEND, ATTEND_AS | {"heads": 3}, "3 query heads for 2 KV heads"),
     ("Attend", ATTEND, ATTEND_AS | {"heads": 1 << 20}, "heads is 1048576"),
@@ -121,14 +112,6 @@ def test_head_sizes_that_no_kernel_has_end_in_an_error(size: int) -> None:
     feeds = ATTEND | {"keys": cache, "values": cache, "qkv": np.zeros((3, 8 * size), np.float32)}
     with pytest.raises(InvalidArgument, match=f"head size {size}, expected a multiple of 8 up to 256"):
         run("Attend", feeds, ATTEND_AS)
-
-
-def test_an_unknown_instruction_set_is_an_error_that_lists_those_of_the_processor() -> None:
-    with (
-        forced("sse9"),
-        pytest.raises(InvalidArgument, match=r"SPACEPORT_KERNELS is sse9: this processor has .*portable"),
-    ):
-        options()
 
 
 def test_the_smallest_inputs_are_no_error() -> None:

@@ -1,6 +1,5 @@
 """Products, norms, gates, the embedding and the head, against numpy, their functions, and rows against themselves."""
 
-from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -151,18 +150,6 @@ def test_products_beside_one_in_pairs_have_its_rounded_rows(dice: np.random.Gene
         assert close(found, right, EXACT)
 
 
-@pytest.mark.parametrize("rows", [1, 7, 17])
-def test_codes_of_5_bits_give_the_bytes_of_the_same_weights_in_8_bits(dice: np.random.Generator, rows: int) -> None:
-    weights = random_weights(dice, "int5", 75, 256)
-    wide = QuantizedWeights(WEIGHT_FORMATS["int8"], weights.codes + np.uint8(128 - 16), weights.scales)
-    feeds = {"x": normal(dice, rows, 256), "residual": normal(dice, rows, 75)}
-    five, eight = (
-        same_everywhere("AddProduct", feeds | {"weights": pack(each)}, {"format": each.format.name, "width": 75})
-        for each in (weights, wide)
-    )
-    assert five.tobytes() == eight.tobytes()
-
-
 @pytest.mark.parametrize("kind", ["none", "rms", "layer"])
 def test_norm_product_puts_products_of_several_formats_side_by_side(dice: np.random.Generator, kind: str) -> None:
     inputs, widths, formats = 512, (64, 40, 32), ("int4", "int8_k16", "int8")
@@ -244,13 +231,6 @@ def test_rows_of_zeros_and_denormals_give_zeros(dice: np.random.Generator) -> No
     x[1] = 1e-40
     feeds = {"x": x, "residual": np.zeros((3, 32), np.float32), "weights": pack(weights)}
     assert not same_everywhere("AddProduct", feeds, {"format": "int4", "width": 32}).any()
-
-
-def test_weights_may_be_initializers(dice: np.random.Generator) -> None:
-    weights = random_weights(dice, "int4", 64, 96)
-    feeds = {"x": normal(dice, 2, 96), "residual": normal(dice, 2, 64), "weights": pack(weights)}
-    given: Callable[..., Any] = lambda **how: run("AddProduct", feeds, {"format": "int4", "width": 64}, **how)  # noqa: E731
-    assert np.array_equal(given()[0], given(constants=("weights",))[0])
 
 
 @pytest.mark.parametrize("value", [np.nan, -np.nan, np.inf, -np.inf])

@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from spaceport.graphs.contract.draft_methods import DraftAcceptance, DraftMethod, draft_acceptances, with_acceptance
 from spaceport.graphs.contract.exactness import Exactness
 from spaceport.graphs.contract.faults import InputFault, OptionFault, SpaceportError
-from spaceport.graphs.contract.json_fields import JsonField, Rules, is_whole, read
+from spaceport.graphs.contract.json_fields import JsonField, Rules, read
 from spaceport.runtime.decoding import Decoding
 
 
@@ -67,11 +67,6 @@ def test_a_value_is_read_as_it_is_or_refused(name: str, value: object) -> None:
     else:
         with pytest.raises(OddFile, match=r"(?s)^file.* is .*: expected .*; write it again$"):
             read_as(field)
-
-
-@given(value=JSON, least=st.integers(-3, 3))
-def test_booleans_are_not_whole_numbers(value: object, least: int) -> None:
-    assert is_whole(value, least) == (type(value) is int and value >= least)
 
 
 @pytest.mark.parametrize(
@@ -137,16 +132,6 @@ def test_a_new_measurement_replaces_the_one_at_its_temperature(
     assert temperatures == sorted({*(entry.temperature for entry in measured), newest.temperature})
     assert newest in found
     assert set(found) - {newest} == {entry for entry in known if entry.temperature != newest.temperature}
-
-
-def test_a_wrong_rate_is_refused_with_its_path_and_what_to_do() -> None:
-    wrong = json.dumps([asdict(DraftAcceptance((0.5, 0.25))) | {"rates": [0.25, 0.5]}])
-    message = r"acceptance\[0\].rates is \[0.25, 0.5\]: expected rates that do not increase with depth; measure again"
-    with pytest.raises(InputFault, match=message):
-        read_acceptances(wrong)
-    for rate in (float("nan"), float("inf"), -0.01, 1.01):
-        with pytest.raises(ValueError, match="expected rates from 0 to 1"):
-            DraftAcceptance((rate,))
 
 
 UNLESS_EQUAL = "equal unless two tokens are equally likely"

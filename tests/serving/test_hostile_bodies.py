@@ -7,7 +7,6 @@ import os
 from collections.abc import Iterator
 from functools import partial
 from pathlib import Path
-from threading import current_thread
 from typing import Any
 
 import pytest
@@ -16,7 +15,6 @@ from hypothesis import strategies as some
 from starlette.testclient import TestClient
 
 from spaceport.runtime.limits import DEFAULT_LIMITS, Limits
-from spaceport.serving import bodies
 from spaceport.serving.application import application
 from spaceport.serving.bodies import IGNORED, SUPPORTED, body_of
 from spaceport.serving.completions import TextBody
@@ -196,21 +194,6 @@ def test_values_of_unknown_fields_are_never_built() -> None:
         assert body_of(TextBody, ignored).prompt == "a"
 
     assert least_peak(read) < 3 * len(raw)  # a list costs 20 times its text
-
-
-def test_a_large_body_is_parsed_off_the_event_loop(client: TestClient, monkeypatch: pytest.MonkeyPatch) -> None:
-    threads = []
-
-    def recorded(*arguments: Any) -> Any:
-        threads.append(current_thread().name)
-        return body_of(*arguments)
-
-    monkeypatch.setattr(bodies, "body_of", recorded)
-    for size in (10, 280_000):
-        client.post("/tokenize", json={"prompt": "a" * size})
-    direct, apart = threads
-    assert apart.startswith("asyncio_")
-    assert not direct.startswith("asyncio_")
 
 
 MANY_PARTS = {"role": "user", "content": [{"type": "text", "text": ""}] * 5000}

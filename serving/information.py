@@ -10,8 +10,7 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from spaceport import __version__
-from spaceport.runtime.session import Runtime
-from spaceport.runtime.text.tokenizer import encoding_of
+from spaceport.runtime.text.tokenizer import encode
 from spaceport.serving.bodies import check_count, read_body
 from spaceport.serving.chat import check_messages
 from spaceport.serving.failures import Failure, invalid, json_response
@@ -55,20 +54,14 @@ async def tokenize(request: Request) -> Response:
     if (body.prompt is None) == (body.messages is None):
         raise Failure(400, "prompt and messages are both given, or neither is: expected one of the two")
     runtime = service_of(request).model(body.model).runtime
-    prompt: Any = body.prompt if body.messages is None else body.messages
     if body.messages is not None:
         check_messages(body.messages)
-    if body.prompt is not None and not body.add_special_tokens:
-        tokens = await asyncio.to_thread(_tokens_alone, runtime, body.prompt)
+    if body.prompt is not None and not body.add_special_tokens:  # for clients that join prompts from token ids
+        runtime.limits.check_prompt(body.prompt)
+        tokens = await asyncio.to_thread(encode, runtime.tokenizer, body.prompt, special=False)
     else:
-        tokens = await asyncio.to_thread(runtime.tokens_of, prompt)
+        tokens = await asyncio.to_thread(runtime.tokens_of, body.prompt if body.messages is None else body.messages)
     return json_response({"count": len(tokens), "max_model_len": runtime.max_seq_len, "tokens": tokens})
-
-
-def _tokens_alone(runtime: Runtime, text: str) -> list[int]:
-    """The tokens of a text without those that begin or end a prompt, for clients that join prompts from token ids."""
-    runtime.limits.check_prompt(text)
-    return list(encoding_of(runtime.tokenizer, text, special=False).ids)
 
 
 async def tokenizer_info(request: Request) -> Response:

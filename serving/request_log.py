@@ -57,11 +57,6 @@ class RequestRecord:
         self.endings.append(ending)
         self.statistics.append(statistics)
 
-    @property
-    def _prompt_statistics(self) -> list[Statistics]:
-        """Those of the first choice of each prompt."""
-        return self.statistics[:: max(1, len(self.statistics) // self.prompts)]
-
     def fields(self) -> dict[str, Any]:
         """The request as fields of a log entry; those that are unknown are left out."""
         fields: dict[str, Any] = {
@@ -86,10 +81,11 @@ class RequestRecord:
         choices = self.statistics
         if not choices:
             return {}
+        prompts = choices[:: max(1, len(choices) // self.prompts)]  # the first choice of each
         return {
             "choices": len(choices),
-            "prompt_tokens": sum(prompt.prompt_tokens for prompt in self._prompt_statistics),
-            "cached_tokens": sum(prompt.cached_tokens for prompt in self._prompt_statistics),
+            "prompt_tokens": sum(prompt.prompt_tokens for prompt in prompts),
+            "cached_tokens": sum(prompt.cached_tokens for prompt in prompts),
             "tokens": sum(choice.tokens for choice in choices),
             "steps": sum(choice.steps for choice in choices),
             "queue_seconds": max(choice.waiting_seconds for choice in choices),
@@ -159,16 +155,10 @@ class LogRequests:
             if not record.status:
                 await failure.response()(scope, receive, send_with_id)
         finally:
-            record.route = self._route(scope)
-            self._log(record)
-
-    def _route(self, scope: Scope) -> str:
-        path: str = getattr(scope.get("route"), "path", "")
-        return path or (scope["path"] if scope["path"] in self._paths else "-")
-
-    def _log(self, record: RequestRecord) -> None:
-        quiet = record.route.startswith(_QUIET)
-        log.log(logging.DEBUG if quiet else logging.INFO, "request ended", extra={"fields": record.fields()})
+            path = scope["path"]
+            record.route = getattr(scope.get("route"), "path", "") or (path if path in self._paths else "-")
+            level = logging.DEBUG if record.route.startswith(_QUIET) else logging.INFO
+            log.log(level, "request ended", extra={"fields": record.fields()})
 
 
 def _fields(record: logging.LogRecord) -> dict[str, Any]:

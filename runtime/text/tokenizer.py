@@ -6,7 +6,6 @@ from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import lru_cache
-from typing import Any
 
 from tokenizers import Encoding, Tokenizer, models
 
@@ -27,7 +26,9 @@ def open_tokenizer(bundle: Bundle) -> Tokenizer:
     file = bundle.path / TOKENIZER_FILE
     try:
         tokenizer = Tokenizer.from_str(checked(bundle.read(TOKENIZER_FILE)))
-        _check_model(tokenizer.model)
+        if isinstance(tokenizer.model, models.WordPiece) and tokenizer.model.max_input_chars_per_word > _MOST_WORD:
+            most = tokenizer.model.max_input_chars_per_word
+            raise UnsafeTokenizer(f"max_input_chars_per_word is {most}, {_MOST_WORD} are allowed")
         return with_small_cache(tokenizer)
     except UnsafeTokenizer as error:
         raise BundleError(f"{file}: {error}: {_EXPECTED}") from error
@@ -46,12 +47,6 @@ def with_small_cache(tokenizer: Tokenizer) -> Tokenizer:
     if resize is not None:
         resize(_CACHED_WORDS)
     return tokenizer
-
-
-def _check_model(model: Any) -> None:
-    most = getattr(model, "max_input_chars_per_word", 0) if isinstance(model, models.WordPiece) else 0
-    if most > _MOST_WORD:
-        raise UnsafeTokenizer(f"max_input_chars_per_word is {most}, {_MOST_WORD} are allowed")
 
 
 class _Ending:

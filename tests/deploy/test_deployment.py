@@ -7,7 +7,6 @@ import re
 import shlex
 import subprocess
 import sys
-import time
 from pathlib import Path
 from typing import Any
 
@@ -21,7 +20,7 @@ from spaceport.serving.application import application
 from spaceport.serving.options import ServiceOptions
 from spaceport.serving.server import _LAST_EVENTS
 from spaceport.tools.cli.serve import command, service_options_of
-from support.chat_runtime import chat_runtime, running_service
+from support.chat_runtime import chat_runtime, running_service, wait_until
 from support.container_image import health_command, instructions, is_ignored, variables
 from support.paths import DEPLOY, PARTS, ROOT
 
@@ -112,10 +111,7 @@ def test_every_alert_names_metrics_and_labels_of_a_service() -> None:
     with TestClient(application({"demo": chat_runtime}, ServiceOptions(audit_rate=1.0))) as client:
         given = {"prompt": "import json\n", "temperature": 0, "max_tokens": 4}
         assert client.post("/v1/completions", json=given).status_code == 200
-        end = time.monotonic() + 60
-        while 'exactness_equal_total{model_name="demo"} 0.0' in client.get("/metrics").text:
-            assert time.monotonic() < end, "no completion was audited"
-            time.sleep(0.01)
+        wait_until(lambda: 'exactness_equal_total{model_name="demo"} 1.0' in client.get("/metrics").text)
         client.app.state.service.draining = True  # type: ignore[attr-defined]
         assert client.post("/v1/completions", json=given).status_code == 503
         text = client.get("/metrics").text

@@ -161,21 +161,15 @@ def test_tokens_that_are_equally_probable_up_to_rounding_are_a_near_tie(size: fl
     assert audited(end(), Decoding(max_tokens=20)) == expected
 
 
-def with_tokens(found: Completion, tokens: tuple[int, ...]) -> Completion:
-    return replace(found, threads=(replace(found.threads[0], tokens=tokens), *found.threads[1:]))
-
-
 @pytest.mark.parametrize(
     ("kind", "change"),
     [
-        ("greedy", lambda found: with_tokens(found, found.threads[0].tokens[:-2])),
-        ("sampled", lambda found: with_tokens(found, (*found.threads[0].tokens, 1))),
         ("no end", lambda found: replace(found, threads=(replace(found.threads[0], ending="end"),))),
         ("no end", lambda found: replace(found, text=found.text + "a")),
         ("forked", lambda found: replace(found, threads=found.threads[:-1])),
     ],
 )
-def test_other_lengths_texts_endings_and_threads_are_faults(kind: str, change: Any) -> None:
+def test_other_texts_endings_and_threads_are_faults(kind: str, change: Any) -> None:
     given = replace(KINDS[kind], max_tokens=30, fork=kind == "forked")
     language = Language(2, end_every=10**9, fork_every=6)
     assert audited(hash_runtime(language, max_slots=500), given) == "equal"

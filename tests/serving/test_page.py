@@ -6,7 +6,7 @@ import json
 import re
 import shutil
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from functools import partial
 from pathlib import Path
 from threading import Event
@@ -65,6 +65,17 @@ class Visit:
         self.send(text)
         if ends:
             self.finish()
+
+    def wait_for_models(self) -> None:
+        self.page.locator("#model option").first.wait_for(state="attached")
+
+    def answer_with(self, bodies: Iterable[str]) -> None:
+        """Answer the next requests with these events, which are from elsewhere."""
+        body = iter(bodies)
+        self.page.route(
+            "**/v1/chat/completions", lambda route: route.fulfill(content_type="text/event-stream", body=next(body))
+        )
+        self.wait_for_models()
 
     def send(self, text: str) -> None:
         turns = self.page.locator("#turns > li")
@@ -201,11 +212,8 @@ def test_the_page_offers_what_the_chosen_model_can_do(browser: Any) -> None:
 
 
 @pytest.mark.nightly
-def test_text_and_steps_grow_until_the_answer_ends_or_is_stopped(
-    visit: Visit, runtime: Runtime, service: RunningService
-) -> None:
-    settings: dict[str, Any] = {"max-tokens": "30", "drafts": False}
-    visit.ask(QUESTION, "slow", ends=False, **settings)
+def test_text_and_steps_grow_until_the_answer_ends(visit: Visit, runtime: Runtime) -> None:
+    visit.ask(QUESTION, "slow", ends=False, **{"max-tokens": "30", "drafts": False})
     strip = visit.page.locator(".strip .column")
     visit.page.locator(".answered i").nth(4).wait_for()
     early, steps = visit.shown, strip.count()
@@ -215,12 +223,6 @@ def test_text_and_steps_grow_until_the_answer_ends_or_is_stopped(
     assert 0 < len(early) < len(answer)
     assert 0 < steps < strip.count()
     assert visit.shown == answer
-    visit.ask(QUESTION, "slow", ends=False, **settings)
-    visit.page.locator(".answered").last.locator("i").nth(4).wait_for()
-    visit.page.keyboard.press("Escape")
-    visit.finish()
-    assert "stopped" in visit.texts(".facts")[-1]
-    service.wait_until_idle()
 
 
 @pytest.mark.nightly
@@ -233,20 +235,24 @@ def test_a_second_question_has_the_first_answer_before_it_unless_there_is_no_cha
     assert visit.shown == expected(runtime, QUESTION, first, "And now?", system="Answer briefly.")
     assert visit.texts(".asked") == [QUESTION, "And now?"]
     visit.page.reload()
-    visit.page.locator("#model option").first.wait_for(state="attached")
+    visit.wait_for_models()
     visit.ask("import json\n", "base")
     assert visit.shown == visible(runtime.generate("import json", Decoding(max_tokens=TOKENS, fork=False)).text)
 
 
 @pytest.mark.slow
-def test_a_stopped_answer_stays_in_the_conversation_until_a_new_chat(visit: Visit, runtime: Runtime) -> None:
+def test_a_stopped_answer_stays_in_the_conversation_until_a_new_chat(
+    visit: Visit, runtime: Runtime, service: RunningService
+) -> None:
     visit.ask(QUESTION, "slow", ends=False, drafts=False)
     visit.page.locator(".answered i").nth(4).wait_for()
     visit.page.keyboard.press("Escape")
     visit.finish()
+    assert "stopped" in visit.texts(".facts")[-1]
+    service.wait_until_idle()
     drawn = visit.shown
     visit.page.reload()
-    visit.page.locator("#model option").first.wait_for(state="attached")
+    visit.wait_for_models()
     kept = str(visit.page.evaluate("JSON.parse(sessionStorage.getItem('spaceport.conversation'))[1].content"))
     assert kept
     assert expected(runtime, QUESTION).startswith(kept)
@@ -271,7 +277,7 @@ def test_a_stopped_answer_stays_in_the_conversation_until_a_new_chat(visit: Visi
 @pytest.mark.slow
 def test_a_message_that_is_refused_comes_back_to_its_field(visit: Visit) -> None:
     text = "x" + " x" * 120_000
-    visit.page.locator("#model option").first.wait_for(state="attached")
+    visit.wait_for_models()
     visit.send(text)
     visit.page.locator(".fault:has-text('the prompt has')").wait_for()
     assert visit.page.input_value("#prompt") == text
@@ -302,7 +308,7 @@ def test_a_reload_keeps_the_settings_but_no_key(visit: Visit) -> None:
     visit.page.click("text=Done")
     visit.page.goto("about:blank")  # without the fields that a browser itself fills again
     visit.page.goto(visit.url)
-    visit.page.locator("#model option").first.wait_for(state="attached")
+    visit.wait_for_models()
     assert {name: visit.page.input_value(f"#{name}") for name in [*texts, "key"]} == {**texts, "key": ""}
     assert [visit.page.is_checked(f"#{name}") for name in ("drafts", "fork")] == [False, False]
     assert KEY not in str(visit.page.evaluate("sessionStorage.getItem('spaceport.settings')"))
@@ -318,11 +324,8 @@ def test_answers_that_differ_break_off_or_are_refused_say_so(visit: Visit) -> No
     end = data(delta={}, spaceport={"ending": "end"}) + "data: [DONE]\n\n"
     texts = ("one two three", "one two four", "one two three", "one two")
     failure = 'data: {"error": {"message": "the engine failed"}}\n\ndata: [DONE]\n\n'
-    events = iter([*(data(delta={"content": text}) + end for text in texts), data(delta={"content": "one"}), failure])
-    visit.page.route(
-        "**/v1/chat/completions", lambda route: route.fulfill(content_type="text/event-stream", body=next(events))
-    )
-    visit.page.locator("#model option").first.wait_for(state="attached")
+    broken = data(delta={"content": "one"})
+    visit.answer_with([*(data(delta={"content": text}) + end for text in texts), broken, failure])
     visit.page.check("#race")
     for number, same in enumerate((8, 7)):
         visit.send(QUESTION)
@@ -383,11 +386,7 @@ def test_control_characters_are_drawn_the_same_while_a_text_grows_at_its_end_and
     }
     grown = data(delta={"content": text}, spaceport=growth)
     end = data(delta={}, spaceport={"ending": "stop", "trace": trace}) + "data: [DONE]\n\n"
-    bodies = iter([grown, grown + end])  # one breaks off
-    visit.page.route(
-        "**/v1/chat/completions", lambda route: route.fulfill(content_type="text/event-stream", body=next(bodies))
-    )
-    visit.page.locator("#model option").first.wait_for(state="attached")
+    visit.answer_with([grown, grown + end])  # one breaks off
     for number in range(2):
         visit.send("How?")
         visit.finish()
@@ -404,8 +403,7 @@ def test_answers_and_code_in_questions_are_drawn_as_markdown(visit: Visit) -> No
     body = "".join(data(delta={"content": answer[at : at + 4]}) for at in range(0, len(answer), 4))
     body += data(delta={}, spaceport={"ending": "end"}) + "data: [DONE]\n\n"
     question = "Why *not*?\n```c\nint *a, *b;\n```"
-    visit.page.route("**/v1/chat/completions", lambda route: route.fulfill(content_type="text/event-stream", body=body))
-    visit.page.locator("#model option").first.wait_for(state="attached")
+    visit.answer_with([body] * 2)
     for text in ("a *b* <i>c</i>", question):
         visit.send(text)
         visit.finish()
@@ -465,7 +463,7 @@ def test_the_page_asks_for_a_key(browser: Any) -> None:
         assert "no valid key" in visit.texts("#state")[0]
         visit.page.fill("#key", KEY)
         visit.page.click("text=Done")
-        visit.page.locator("#model option").first.wait_for(state="attached")
+        visit.wait_for_models()
         assert visit.texts("#state") == [""]
         visit.ask(QUESTION)
         assert visit.page.locator(".answered i").count() > 0

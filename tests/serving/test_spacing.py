@@ -5,11 +5,15 @@ from __future__ import annotations
 import asyncio
 from contextlib import AbstractAsyncContextManager
 from itertools import pairwise
+from threading import current_thread
+from typing import Any
 
 import pytest
 from starlette.testclient import TestClient
 
+from spaceport.serving import bodies
 from spaceport.serving.application import application
+from spaceport.serving.bodies import body_of
 from spaceport.serving.service import Spacing
 from support.chat_runtime import chat_runtime
 
@@ -55,7 +59,9 @@ def test_a_large_body_that_is_refused_makes_room_for_the_next() -> None:
     asyncio.run(fail_twice())
 
 
-def test_requests_are_spaced_while_completions_run(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_requests_are_spaced_while_completions_run_and_large_bodies_parsed_off_the_event_loop(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     called: list[str] = []
     one_large = Spacing.one_large
 
@@ -63,12 +69,17 @@ def test_requests_are_spaced_while_completions_run(monkeypatch: pytest.MonkeyPat
         called.append("request")
         return now
 
-    def recorded(spacing: Spacing) -> AbstractAsyncContextManager[None]:
+    def large(spacing: Spacing) -> AbstractAsyncContextManager[None]:
         called.append("large body")
         return one_large(spacing)
 
+    def parse(*arguments: Any) -> Any:
+        called.append("apart" if current_thread().name.startswith("asyncio_") else "parsed")
+        return body_of(*arguments)
+
     monkeypatch.setattr(Spacing, "start", start)
-    monkeypatch.setattr(Spacing, "one_large", recorded)
+    monkeypatch.setattr(Spacing, "one_large", large)
+    monkeypatch.setattr(bodies, "body_of", parse)
     app = application({"demo": chat_runtime})
     ask = {"prompt": "import json", "max_tokens": 2}
     with TestClient(app) as client:
@@ -76,4 +87,4 @@ def test_requests_are_spaced_while_completions_run(monkeypatch: pytest.MonkeyPat
             if running:
                 app.state.service.completions["another"] = 1
             assert client.post("/v1/completions", json=ask | fields).status_code == 200
-    assert called == ["large body", "request"]
+    assert called == ["large body", "apart", "request", "parsed"]

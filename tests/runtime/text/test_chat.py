@@ -67,7 +67,6 @@ TOOLS = """\
 {%- if add_generation_prompt %}{{ '\\n[assistant] ' }}{% endif %}
 """
 
-TEMPLATES = (CHATML, LLAMA_3, TOOLS)
 TALK: list[Message] = [
     {"role": "user", "content": "  What is <b>1 & 2</b>? \"quoted\" 'too' {{ braces }} {% raw %}  "},
     {"role": "assistant", "content": "It is 你好 😀.\n\n"},
@@ -91,19 +90,19 @@ CALLS: list[Message] = [
 WORDS = Tokenizer(models.WordLevel({"<unk>": 0, "<s>": 1, "</s>": 2}, "<unk>"))
 
 
-def bundle_in(folder: Path, template: str | None, special_tokens: Mapping[str, str] = SPECIAL) -> Bundle:
+def bundle_in(folder: Path, template: str | None) -> Bundle:
     """A bundle with this chat template."""
     files = {}
     if template is not None:
         (folder / TEMPLATE_FILE).write_text(template, "utf-8")
         files[TEMPLATE_FILE] = FileRecord("0" * 64, len(template))
     signature = Signature(1, 1, 1, 1000, "float32", "scatter")
-    manifest = Manifest(signature, TokenIds(), 8, "llama", 1, 23, "plain", dict(special_tokens), files=files)
+    manifest = Manifest(signature, TokenIds(), 8, "llama", 1, 23, "plain", SPECIAL, files=files)
     return Bundle(folder, manifest)
 
 
-def render(bundle: Bundle, messages: Sequence[Message]) -> str:
-    return open_template(bundle).render(messages)
+def render(template: str, messages: Sequence[Message] = HELLO, special_tokens: Mapping[str, str] = SPECIAL) -> str:
+    return ChatTemplate(template, special_tokens).render(messages)
 
 
 def by_transformers(template: str, messages: Sequence[Message], tokenizer: Tokenizer = WORDS, **options: Any) -> str:
@@ -117,29 +116,22 @@ def by_transformers(template: str, messages: Sequence[Message], tokenizer: Token
 @given(contents=st.lists(st.text(st.characters(exclude_categories=["Cs"]), max_size=30), min_size=1, max_size=5))
 @example(contents=[""])
 @example(contents=[str(message["content"]) for message in TALK])
-def test_a_prompt_is_what_transformers_makes_of_it(bundles: list[Bundle], contents: list[str]) -> None:
+def test_a_prompt_is_what_transformers_makes_of_it(contents: list[str]) -> None:
     roles = ("user", "assistant")
     messages: list[Message] = [{"role": roles[i % 2], "content": content} for i, content in enumerate(contents)]
-    for template, bundle in zip(TEMPLATES, bundles, strict=True):
+    for template in (CHATML, LLAMA_3, TOOLS):
         for talk in (messages, [{"role": "system", "content": "  Be brief. "}, *messages]):
-            assert render(bundle, talk) == by_transformers(template, talk)
+            assert render(template, talk) == by_transformers(template, talk)
 
 
-def test_content_parts_and_calls_of_tools_are_rendered_as_by_transformers(tmp_path: Path) -> None:
-    rendered = render(bundle_in(tmp_path, TOOLS), CALLS)
+def test_content_parts_and_calls_of_tools_are_rendered_as_by_transformers() -> None:
+    rendered = render(TOOLS, CALLS)
     assert rendered == by_transformers(TOOLS, CALLS)
     assert rendered.count("<tool_call>") == 3
     before = datetime.datetime.now()  # the date comes from the clock
-    reported = render(bundle_in(tmp_path, "{{ strftime_now('%Y-%m-%dT%H:%M:%S.%f') }}"), HELLO)
+    reported = render("{{ strftime_now('%Y-%m-%dT%H:%M:%S.%f') }}")
     assert before <= datetime.datetime.fromisoformat(reported) <= datetime.datetime.now()
-    hostile = bundle_in(tmp_path, "{{ messages[0].content }}", {"messages": "stolen", "self": "stolen"})
-    assert render(hostile, HELLO) == "Hello"
-
-
-@pytest.fixture(scope="module")
-def bundles(tmp_path_factory: pytest.TempPathFactory) -> list[Bundle]:
-    """A bundle for each template."""
-    return [bundle_in(tmp_path_factory.mktemp("chat"), template) for template in TEMPLATES]
+    assert render("{{ messages[0].content }}", HELLO, {"messages": "stolen", "self": "stolen"}) == "Hello"
 
 
 @pytest.mark.parametrize(
@@ -157,8 +149,8 @@ def bundles(tmp_path_factory: pytest.TempPathFactory) -> list[Bundle]:
         "{{ namespace(a=1).a }}{{ dict(a=2).a }}{{ ' x '.strip() }}{{ 'a,b'.split(',')[-1] }}{{ '%s' % 5 }}",
     ],
 )
-def test_what_templates_lean_on_behaves_as_in_transformers(template: str, tmp_path: Path) -> None:
-    assert render(bundle_in(tmp_path, template), TALK) == by_transformers(template, TALK)
+def test_what_templates_lean_on_behaves_as_in_transformers(template: str) -> None:
+    assert render(template, TALK) == by_transformers(template, TALK)
 
 
 @pytest.mark.parametrize(
@@ -175,13 +167,9 @@ def test_what_templates_lean_on_behaves_as_in_transformers(template: str, tmp_pa
         ("{{ messages | counted('x') }}", "TypeError"),
     ],
 )
-def test_what_a_template_raises_is_an_error_that_says_so(template: str, message: str, tmp_path: Path) -> None:
-    bundle = bundle_in(tmp_path, template)
+def test_what_a_template_raises_is_an_error_that_says_so(template: str, message: str) -> None:
     with pytest.raises(TemplateError, match=f"chat template: .*({message})"):
-        render(bundle, [{"role": "assistant", "content": "I begin"}])
-    (tmp_path / TEMPLATE_FILE).write_bytes(b"\xff")
-    with pytest.raises(TemplateError, match="UnicodeDecodeError"):
-        render(bundle, HELLO)
+        render(template, [{"role": "assistant", "content": "I begin"}])
 
 
 @pytest.mark.parametrize(
@@ -191,18 +179,18 @@ def test_what_a_template_raises_is_an_error_that_says_so(template: str, message:
         *("self.__init__", "namespace.__init__", "(messages | map(attribute='__class__') | first)"),
     ],
 )
-def test_the_sandbox_hides_what_leads_out_of_it(way: str, tmp_path: Path) -> None:
+def test_the_sandbox_hides_what_leads_out_of_it(way: str) -> None:
     with pytest.raises(TemplateError, match=r"SecurityError: access to attribute .* is unsafe|is undefined"):
-        render(bundle_in(tmp_path, f"{{{{ {way}.further }}}}"), HELLO)
+        render(f"{{{{ {way}.further }}}}")
 
 
-def test_a_template_reaches_nothing_through_a_format_string_and_cannot_change_the_messages(tmp_path: Path) -> None:
+def test_a_template_reaches_nothing_through_a_format_string_and_cannot_change_the_messages() -> None:
     for form in ("'{0.__class__}'.format(1)", "'{a.__class__}'.format_map({'a': 1})"):
-        assert render(bundle_in(tmp_path, f"{{{{ {form} }}}}"), HELLO) == ""
-        assert render(bundle_in(tmp_path, f"{{{{ {form.replace('__class__', 'real')} }}}}"), HELLO) == "1"
+        assert render(f"{{{{ {form} }}}}") == ""
+        assert render(f"{{{{ {form.replace('__class__', 'real')} }}}}") == "1"
     for call in ("messages.append({})", "messages[0].update(role='system')", "messages[0].setdefault('a', 1)"):
         with pytest.raises(TemplateError, match=r"SecurityError: .*(is not safely callable|is unsafe)"):
-            render(bundle_in(tmp_path, f"{{% set _ = {call} %}}"), HELLO)
+            render(f"{{% set _ = {call} %}}")
     assert HELLO == [{"role": "user", "content": "Hello"}]
 
 
@@ -213,9 +201,9 @@ class Armed(dict[str, Any]):
         pytest.fail("a template called it")
 
 
-def test_a_template_sees_plain_data_and_calls_no_method_of_the_caller(tmp_path: Path) -> None:
+def test_a_template_sees_plain_data_and_calls_no_method_of_the_caller() -> None:
     with pytest.raises(TemplateError, match="has no attribute 'fire'"):
-        render(bundle_in(tmp_path, "{{ messages[0].fire() }}"), [Armed(role="user", content="Hello")])
+        render("{{ messages[0].fire() }}", [Armed(role="user", content="Hello")])
 
 
 @pytest.mark.parametrize(
@@ -227,14 +215,18 @@ def test_a_template_sees_plain_data_and_calls_no_method_of_the_caller(tmp_path: 
         "{% for x in [1] recursive %}{{ loop([1]) }}{% endfor %}",
     ],
 )
-def test_a_template_that_would_not_end_is_ended(template: str, tmp_path: Path) -> None:
+def test_a_template_that_would_not_end_is_ended(template: str) -> None:
     with pytest.raises(TemplateError, match=r"Range too big|have more than|more than \d+ characters|RecursionError"):
-        render(bundle_in(tmp_path, template), HELLO)
+        render(template)
 
 
-def test_without_a_template_a_chat_is_an_error_that_says_what_to_do(tmp_path: Path) -> None:
+def test_without_a_readable_template_a_chat_is_an_error_that_says_what_to_do(tmp_path: Path) -> None:
     with pytest.raises(TemplateError, match=f"{re.escape(str(tmp_path))}: .*no chat template: give a plain prompt"):
-        render(bundle_in(tmp_path, None), HELLO)
+        open_template(bundle_in(tmp_path, None))
+    bundle = bundle_in(tmp_path, "")
+    (tmp_path / TEMPLATE_FILE).write_bytes(b"\xff")
+    with pytest.raises(TemplateError, match="chat template: UnicodeDecodeError"):
+        open_template(bundle)
 
 
 @pytest.mark.parametrize(
@@ -250,9 +242,9 @@ def test_without_a_template_a_chat_is_an_error_that_says_what_to_do(tmp_path: Pa
         ([{"role": "user", "content": {1, 2}}], "messages: .*set.*: expected JSON values"),
     ],
 )
-def test_messages_that_are_none_are_an_error_that_names_the_first(messages: Any, message: str, tmp_path: Path) -> None:
+def test_messages_that_are_none_are_an_error_that_names_the_first(messages: Any, message: str) -> None:
     with pytest.raises(OptionFault, match=message):
-        render(bundle_in(tmp_path, LLAMA_3), messages)
+        render(LLAMA_3, messages)
 
 
 # Templates that can neither grow nor recur are rendered without a helper process.

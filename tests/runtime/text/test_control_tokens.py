@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Callable
 from typing import Any
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from jinja2 import Environment
+from jinja2 import Environment, nodes
 from tokenizers import AddedToken, Tokenizer, decoders, models, normalizers, pre_tokenizers
 from tokenizers.processors import TemplateProcessing
 
@@ -222,31 +223,32 @@ def turns(arguments: object, nested: bool = True) -> list[dict[str, Any]]:
     return [{"role": "user", "content": "Hi"}, {"role": "assistant", "tool_calls": [call]}]
 
 
-def test_it_is_known_what_templates_do_with_arguments_and_contents() -> None:
-    parsed = Environment().parse
-    for joins in (
-        "{{ '```json\n' + tool['function']['arguments'] + '\n```' }}",
-        "{% set given = tool.function.arguments %}{{ 'a' ~ given }}",
-    ):
-        assert joins_arguments(parsed(joins)), joins
-    for apart in (
-        "{{ '{' + (call.arguments | tojson) + '}' }}",
-        "{% if c.arguments is string %}{{ c.arguments }}{% else %}{{ c.arguments | tojson }}{% endif %}",
-    ):
-        assert not joins_arguments(parsed(apart)), apart
-    for reads in (
-        "{% for m in messages %}{% for p in m['content'] | selectattr('a') %}{{ p }}{% endfor %}{% endfor %}",
-        "{% set parts = m['content'] %}{% for p in parts %}{{ p.text }}{% endfor %}",
+USES: list[tuple[Callable[[nodes.Template], bool], bool, str]] = [
+    (joins_arguments, True, "{{ '```json\n' + tool['function']['arguments'] + '\n```' }}"),
+    (joins_arguments, True, "{% set given = tool.function.arguments %}{{ 'a' ~ given }}"),
+    (joins_arguments, False, "{{ '{' + (call.arguments | tojson) + '}' }}"),
+    (joins_arguments, False, "{% if c.arguments is string %}{{ c.arguments }}{% endif %}"),
+    (reads_parts, True, "{% for p in m['content'] | selectattr('a') %}{{ p }}{% endfor %}"),
+    (reads_parts, True, "{% set parts = m['content'] %}{% for p in parts %}{{ p.text }}{% endfor %}"),
+    (
+        reads_parts,
+        True,
         "{% macro f(content) %}{% for p in content %}{{ p }}{% endfor %}{% endmacro %}{{ f(m.content) }}",
-    ):
-        assert reads_parts(parsed(reads)), reads
-    for whole in (
-        "{% for m in messages %}{{ m['content'] | trim }}{% for c in m.calls %}{{ c }}{% endfor %}{% endfor %}",
+    ),
+    (reads_parts, False, "{{ m['content'] | trim }}{% for c in m.calls %}{{ c }}{% endfor %}"),
+    (
+        reads_parts,
+        False,
         "{% set content = m.content %}{{ content }}{% for m in messages[1:] %}{{ m.role }}{% endfor %}",
-    ):
-        assert not reads_parts(parsed(whole)), whole
-    assert compares_content(parsed("{% if m.content is none %}{% endif %}"))
-    assert not compares_content(parsed("{% if tools is none or m.content is string %}{% endif %}"))
+    ),
+    (compares_content, True, "{% if m.content is none %}{% endif %}"),
+    (compares_content, False, "{% if tools is none or m.content is string %}{% endif %}"),
+]
+
+
+def test_it_is_known_what_templates_do_with_arguments_and_contents() -> None:
+    for uses, expected, template in USES:
+        assert uses(Environment().parse(template)) == expected, template
 
 
 @pytest.mark.parametrize("nested", [True, False])

@@ -115,31 +115,36 @@ def test_the_context_is_the_last_token_that_is_text_by_itself() -> None:
 @settings(max_examples=600)
 @given(
     text=st.text("ab你😀", max_size=14),
-    stops=st.lists(st.text("ab你😀", min_size=1, max_size=4), min_size=1, max_size=3),
+    stops=st.lists(st.text("ab你😀", min_size=1, max_size=4), max_size=5),
     by_bytes=st.booleans(),
 )
 @example("ab", ["abc", "b"], False)
 @example("abab", ["abab", "b"], False)  # one token: where it ends is not where the text is cut
 @example("abab", ["bab", "ab"], True)
 @example("aba", ["abab"], False)
-def test_a_text_is_cut_before_the_first_stop_string_wherever_tokens_end(
+def test_a_text_is_cut_before_or_behind_the_first_stop_string_to_be_complete_wherever_tokens_end(
     text: str, stops: list[str], by_bytes: bool
 ) -> None:
     tokens = one_byte_each(text) if by_bytes else encode(BYTES, text, special=False)
     expected, cut = cut_at(text, stops)
-    segment = stopping(*stops)
-    shown = ""
+    segment, after = stopping(*stops), Segment(TextStream(BYTES), StopSearch(tuple(stops), include_stop=True))
+    shown = whole = ""
     fed = 0
     for token in tokens:
         fed += 1
         shown += segment.push(token)
+        whole += after.push(token)
         assert expected.startswith(shown)
+        assert segment.search.stopped == after.search.stopped
         if segment.search.stopped:
             break
         held = full(BYTES, tokens[:fed]).rstrip(BROKEN)[len(shown) :]
         assert not held or any(stop.startswith(held) for stop in stops)
     assert segment.search.stopped == cut
     assert shown + segment.finish() == expected
+    whole += after.finish()
+    assert text.startswith(whole)
+    assert whole.removeprefix(expected) in (stops if cut else [""])
     if cut:
         assert fed <= next(n for n in range(len(tokens) + 1) if cut_at(full(BYTES, tokens[:n]), stops)[1])
 
@@ -168,29 +173,6 @@ def test_special_tokens_are_added_and_have_text_only_when_asked_for() -> None:
 def test_text_that_no_encoding_can_hold_is_an_error_that_says_where() -> None:
     with pytest.raises(OptionFault, match=r"character 2 .*half of a surrogate pair.*expected"):
         encode(BYTES, "ab\ud83d", special=False)
-
-
-SIGNS = st.text("ab你", max_size=20)
-
-
-@given(texts=st.lists(SIGNS, max_size=5), stops=st.lists(st.text("ab你", min_size=1, max_size=5), max_size=5))
-def test_the_text_is_cut_before_or_behind_the_first_stop_string_to_be_complete(
-    texts: list[str], stops: list[str]
-) -> None:
-    search, after = StopSearch(tuple(stops)), StopSearch(tuple(stops), include_stop=True)
-    shown = whole = ""
-    for text in texts:
-        shown += search.push(text)
-        whole += after.push(text)
-        assert search.stopped == after.stopped
-        if search.stopped:
-            break
-        assert any(stop.startswith(search.held) for stop in stops) or not search.held
-    expected, cut = cut_at("".join(texts), stops)
-    assert (shown + search.finish(), search.stopped) == (expected, cut)
-    whole += after.finish()
-    assert "".join(texts).startswith(whole)
-    assert whole.removeprefix(expected) in (stops if cut else [""])
 
 
 def steps_of(stops: tuple[str, ...], text: str) -> int:

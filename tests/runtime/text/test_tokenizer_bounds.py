@@ -5,6 +5,7 @@ from __future__ import annotations
 import base64
 import json
 import struct
+from collections.abc import Sequence
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -58,6 +59,12 @@ def in_sequence(name: str, components: list[Json]) -> Json:
     return {"type": "Sequence", name: components}
 
 
+def post_processor(template: list[Json], tokens: Sequence[str] = ()) -> Json:
+    """A template of a text and of a special token `a` that stands for these tokens."""
+    special = {"a": {"id": "a", "ids": [0] * len(tokens), "tokens": tokens}} if tokens else {}
+    return {"post_processor": {"type": "TemplateProcessing", "single": template, "pair": [], "special_tokens": special}}
+
+
 _BERT = {"clean_text": True, "handle_chinese_chars": True, "strip_accents": None, "lowercase": True}
 _LATIN = r"[\p{Ll}\p{Lm}\p{Lo}\p{M}&&[^\p{Han}]]"
 PUBLISHED = {
@@ -98,7 +105,8 @@ ACCEPTED: dict[str, str | Json] = {
     },
 }
 PADDING = {"strategy": {"Fixed": 10**9}, "direction": "Right", "pad_to_multiple_of": None}
-TEMPLATE = [{"Sequence": {"id": "A", "type_id": 0}}]
+TEXT = [{"Sequence": {"id": "A", "type_id": 0}}]
+LONG_WORDS = {"continuing_subword_prefix": "", "max_input_chars_per_word": 10**6}
 SEVENFOLD = in_sequence("normalizers", [replacing("a" * 10)] * 7)
 REFUSED: dict[str, tuple[str | Json, str]] = {
     "seven normalizers": ({"normalizer": SEVENFOLD}, "a character may become 10000000 times as long, 256 times"),
@@ -137,31 +145,13 @@ REFUSED: dict[str, tuple[str | Json, str]] = {
     ),
     "padding": ({"padding": {**PADDING, "pad_id": 0, "pad_type_id": 0, "pad_token": "a"}}, "padding is .*none"),
     "truncation": ({"truncation": {"max_length": 1}}, "truncation is .*expected none"),
-    "a template": (
-        {"post_processor": {"type": "TemplateProcessing", "single": TEMPLATE * 65, "pair": [], "special_tokens": {}}},
-        "the post-processor may become 65 times as long",
-    ),
+    "a template": (post_processor(TEXT * 65), "the post-processor may become 65 times as long"),
     "ids of a template": (
-        {
-            "post_processor": {
-                "type": "TemplateProcessing",
-                "single": [{"SpecialToken": {"id": "a", "type_id": 0}}, *TEMPLATE],
-                "pair": [],
-                "special_tokens": {"a": {"id": "a", "ids": [0] * 1000, "tokens": ["a"] * 1000}},
-            }
-        },
+        post_processor([{"SpecialToken": {"id": "a", "type_id": 0}}, *TEXT], ["a"] * 1000),
         "the post-processor may become 1001 times as long",
     ),
     "long words": (
-        {
-            "model": {
-                "type": "WordPiece",
-                "unk_token": "a",
-                "continuing_subword_prefix": "",
-                "max_input_chars_per_word": 10**6,
-                "vocab": {"a": 0},
-            }
-        },
+        {"model": {"type": "WordPiece", "unk_token": "a", "vocab": {"a": 0}, **LONG_WORDS}},
         "max_input_chars_per_word is 1000000, 256 are allowed",
     ),
     "a normalizer after the model": (

@@ -181,7 +181,6 @@ class Decoding:
             raise OptionFault(
                 "fork is True with a grammar: a constrained completion cannot fork: leave one of them out"
             )
-        self.draft_config()
 
     def _stops(self) -> tuple[str, ...]:
         stops = (self.stop,) if isinstance(self.stop, str) else self.stop

@@ -16,7 +16,7 @@ from spaceport.runtime.backends import Opened, open_with_engine
 from spaceport.runtime.backends.measurements import measured_here
 from spaceport.runtime.bundle import Bundle, read_correction, read_phrase_table
 from spaceport.runtime.costs import CostSource, StepCosts, relative_costs
-from spaceport.runtime.decode.phrases import Phrases
+from spaceport.runtime.decode.draft import Phrases
 from spaceport.runtime.decode.planner import DraftPlanner
 from spaceport.runtime.decode.sequence_group import Observer
 from spaceport.runtime.decoding import Decoding

@@ -11,9 +11,8 @@ from operator import attrgetter
 from typing import Literal, NamedTuple, Protocol
 
 from spaceport.graphs.contract.draft_methods import CAUSAL, MaskLayout
-from spaceport.graphs.contract.faults import OptionFault
+from spaceport.graphs.contract.phrases import CHANCES, PhraseTable, context_numbers
 from spaceport.runtime.costs import Curve
-from spaceport.runtime.decode.phrases import Phrases
 
 Shape = Literal["chain", "tree"]
 # Why a draft is narrower than its limits allow: drafts may not cost the request more time; further rows are not expected
@@ -63,6 +62,24 @@ class Proposal(Protocol):
         """
 
 
+class Phrases:
+    """Tokens that mostly followed a few others in texts that were counted beforehand: the most probable one by context."""
+
+    def __init__(self, table: PhraseTable) -> None:
+        chances = (table.chances / CHANCES).tolist()
+        self._following: dict[int, tuple[float, int]] = dict(
+            zip(table.contexts.tolist(), zip(chances, table.tokens.tolist(), strict=True), strict=True)
+        )
+
+    def following(self, tokens: Sequence[int]) -> tuple[float, int] | None:
+        """The probability and the token behind the longest known context; None: no context is known."""
+        known = self._following
+        for context in reversed(context_numbers(tokens)):
+            if (found := known.get(context)) is not None:
+                return found
+        return None
+
+
 @dataclass(frozen=True)
 class DraftConfig:
     """Limits of the drafts of a request; they change its speed and never its output."""
@@ -76,13 +93,6 @@ class DraftConfig:
     mask_layout: MaskLayout = CAUSAL
     heads: int = 0  # maximum draft tokens from heads; 0: none
     grammar: bool = False  # whether a grammar limits the candidates
-
-    def __post_init__(self) -> None:
-        for name, least in (("rows", 1), ("siblings", 1), ("lookup", 0), ("heads", 0)):
-            if (value := getattr(self, name)) < least:
-                raise OptionFault(f"draft {name} is {value}: expected at least {least}")
-        if self.shape not in ("chain", "tree"):
-            raise OptionFault(f"draft shape is {self.shape!r}: expected chain or tree")
 
     @cached_property
     def candidates(self) -> int:

@@ -14,8 +14,7 @@ from typing import Protocol
 
 from spaceport.graphs.contract.draft_methods import MAX_DEPTHS, DraftAcceptance, lookup_kind
 from spaceport.graphs.contract.phrases import LONGEST
-from spaceport.runtime.decode.draft import MOST_LIKELY, Candidates, DraftConfig, Proposal, Ranked, common
-from spaceport.runtime.decode.phrases import Phrases
+from spaceport.runtime.decode.draft import MOST_LIKELY, Candidates, DraftConfig, Phrases, Proposal, Ranked, common
 from spaceport.runtime.decode.sequence import TokenSequence
 
 _LONGEST, _SHORTEST = 4, 2  # matching tokens; a single token predicts too little

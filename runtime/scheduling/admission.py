@@ -17,7 +17,7 @@ from spaceport.graphs.contract.draft_methods import CorrectionTables
 from spaceport.graphs.contract.exactness import Exactness
 from spaceport.graphs.contract.faults import OptionFault, PanicsContained
 from spaceport.runtime.bundle import Bundle
-from spaceport.runtime.decode.phrases import Phrases
+from spaceport.runtime.decode.draft import Phrases
 from spaceport.runtime.decode.planner import DraftPlanner, drafter_for
 from spaceport.runtime.decode.sequence import EventLog, TokenSelector
 from spaceport.runtime.decode.sequence_group import Observer, SequenceGroup

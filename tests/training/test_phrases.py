@@ -29,8 +29,7 @@ from spaceport.graphs.contract.phrases import (
 )
 from spaceport.graphs.phrases import Phrases as Mechanism
 from spaceport.runtime import session
-from spaceport.runtime.decode.draft import DraftConfig, Outlook, tree
-from spaceport.runtime.decode.phrases import Phrases
+from spaceport.runtime.decode.draft import DraftConfig, Outlook, Phrases, tree
 from spaceport.runtime.decode.planner import DraftPlanner
 from spaceport.runtime.decode.sources import Acceptance, PhraseProposal
 from spaceport.runtime.decoding import Decoding

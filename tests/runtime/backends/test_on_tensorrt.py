@@ -89,6 +89,7 @@ def test_an_engine_writes_what_onnx_runtime_writes(graphs: bool, tiny_append_bun
                 assert abs(got.statistics.steps - expected.statistics.steps) <= 2
             assert (len(got.threads) > 1) == (prompt is SCANNER)
         assert (device.captured > 3 and device.replayed > 2 * device.captured) == graphs
+        runtime.generate(list(range(10, 150)), Decoding(max_tokens=1))  # more rows than a step has
         for context in contexts(runtime.engine):
             past = [name for name in context.bound if name.startswith("past")]
             assert sorted(past) == sorted(tensor.name for tensor in runtime.engine.signature.past), "bound once"

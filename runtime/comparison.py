@@ -223,7 +223,10 @@ def _shift(
         moved = logits.copy()
         moved[token] -= shift
         moved[other] += shift
-        return _selected(selector, moved, thread) == other
+        try:
+            return selector.token(moved, thread, ()) == other
+        except (NotANumber, OptionFault):  # of a grammar that allows no token
+            return False
 
     low, high = 0.0, _MOST_SHIFT
     if not is_selected(high):
@@ -232,10 +235,3 @@ def _shift(
         middle = (low + high) / 2
         low, high = (low, middle) if is_selected(middle) else (middle, high)
     return high
-
-
-def _selected(selector: TokenSelector, logits: NDArray[np.float32], thread: TokenSequence) -> int | None:
-    try:
-        return selector.token(logits, thread, ())
-    except (NotANumber, OptionFault):  # of a grammar that allows no token
-        return None

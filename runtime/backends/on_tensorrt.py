@@ -9,7 +9,7 @@ from collections import Counter, OrderedDict, deque
 from collections.abc import Callable, Hashable, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
-from functools import cache
+from functools import cache, partial
 from importlib import import_module
 from typing import Any
 
@@ -206,24 +206,16 @@ class TensorRtEngine(TorchBuffers):
         self._graphs = CudaGraphs(self._capture) if options.graphs else None
 
     def run(self, batch: Batch) -> NDArray[np.float32]:
-        with self.working():
-            shape = self._compute(batch)
-            logits = self._take(shape)
-        return logits[:, : batch.lines(self.signature)]
+        return self._take(self._compute(batch))[:, : batch.lines(self.signature)]
 
     def select(self, batch: Batch) -> list[SelectedRows]:
         """The best tokens of the needed rows of each request; only these are copied to the host."""
+        shape = self._compute(batch)
+        dims = shape.logits(self.signature)
         with self.working():
-            shape = self._compute(batch)
-            dims = shape.logits(self.signature)
             packed = selection(self._logits[: math.prod(dims)].view(dims))
             best: NDArray[np.float32] = packed.cpu().numpy()  # waits for the stream
-
-        def logits() -> NDArray[np.float32]:
-            with self.working():
-                return self._take(shape)
-
-        return selected_rows(best, logits, batch.lines(self.signature))
+        return selected_rows(best, partial(self._take, shape), batch.lines(self.signature))
 
     def _compute(self, batch: Batch) -> CallShape:
         """Copy the inputs of a call and enqueue it; returns its padded shape."""
@@ -232,8 +224,9 @@ class TensorRtEngine(TorchBuffers):
         shape = self._staging.padded(batch)
         self._staging.write(batch, shape, self._rows_in.numpy())
         used = self._staging.bytes(shape)
-        self._rows[:used].copy_(self._rows_in[:used], non_blocking=True)
-        self._play(batch.first, shape)
+        with self.working():
+            self._rows[:used].copy_(self._rows_in[:used], non_blocking=True)
+            self._play(batch.first, shape)
         return shape
 
     def close(self) -> None:
@@ -276,8 +269,9 @@ class TensorRtEngine(TorchBuffers):
         """The logits of a call, copied to the host."""
         dims = shape.logits(self.signature)
         size = math.prod(dims)
-        self._logits_out[:size].copy_(self._logits[:size], non_blocking=True)
-        self._device.wait()
+        with self.working():
+            self._logits_out[:size].copy_(self._logits[:size], non_blocking=True)
+            self._device.wait()
         taken: NDArray[np.float32] = self._logits_out[:size].numpy()
         return taken.reshape(dims)
 

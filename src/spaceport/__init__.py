@@ -31,12 +31,9 @@ def _public_names() -> list[str]:
 def __getattr__(name: str) -> object:
     if name == "__all__":
         return _public_names()
-    if name.startswith("_"):
+    if name.startswith("_") or name not in _public_names():
         raise AttributeError(f"module 'spaceport' has no attribute {name!r}")
-    module = import_module(_PLACES.get(name, "spaceport.runtime"))
-    if name not in _PLACES and name not in module.__all__:
-        raise AttributeError(f"module 'spaceport' has no attribute {name!r}")
-    globals()[name] = found = getattr(module, name)
+    globals()[name] = found = getattr(import_module(_PLACES.get(name, "spaceport.runtime")), name)
     return found
 
 

@@ -89,6 +89,11 @@ def test_an_engine_writes_what_onnx_runtime_writes(graphs: bool, tiny_append_bun
                 assert abs(got.statistics.steps - expected.statistics.steps) <= 2
             assert (len(got.threads) > 1) == (prompt is SCANNER)
         assert (device.captured > 3 and device.replayed > 2 * device.captured) == graphs
+        runtime.generate(list(range(10, 150)), Decoding(max_tokens=1))  # more rows than a step has
+        for context in contexts(runtime.engine):
+            past = [name for name in context.bound if name.startswith("past")]
+            assert sorted(past) == sorted(tensor.name for tensor in runtime.engine.signature.past), "bound once"
+        assert max(ran["input_ids"][1] for ran in contexts(runtime.engine)[STEPS].ran) <= 64
 
 
 def test_texts_beside_each_other_are_those_alone(tiny_append_bundle: Path) -> None:
@@ -281,13 +286,3 @@ def test_a_closed_engine_runs_nothing_and_holds_no_memory(plan: Plan) -> None:
     assert not any(tensor.untyped_storage().nbytes() for tensor in held)
     with pytest.raises(EngineFault, match="tensorrt-rtx: the engine is closed"):
         engine.run(batch_of_rows(1))
-
-
-def test_buffers_are_bound_once(tiny_append_bundle: Path) -> None:
-    with runtime_of(tiny_append_bundle) as (runtime, _):
-        for length in (3, 140):
-            runtime.generate(list(range(10, 10 + length)), Decoding(max_tokens=64))
-        for context in contexts(runtime.engine):
-            past = [name for name in context.bound if name.startswith("past")]
-            assert sorted(past) == sorted(tensor.name for tensor in runtime.engine.signature.past)
-        assert max(ran["input_ids"][1] for ran in contexts(runtime.engine)[STEPS].ran) <= 64

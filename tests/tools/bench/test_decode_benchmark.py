@@ -48,7 +48,7 @@ DRAFTED = {
 }
 
 
-pytestmark = pytest.mark.on_change()  # runs thousands of steps
+pytestmark = pytest.mark.on_change("verify")  # runs thousands of steps
 
 
 def report(different: int = 0, options: DecodeOptions = OPTIONS, tokens_of_first: int = 12) -> DecodeResults:

@@ -123,7 +123,7 @@ def metadata_of(model: PreTrainedModel) -> dict[str, Any]:
     return {f"{arch}.{key}": value for key, value in values.items()}
 
 
-def tokenizer_metadata(pre: str = "gpt-2") -> dict[str, Any]:
+def tokenizer_metadata() -> dict[str, Any]:
     """The tiny tokenizer as llama.cpp's converter writes it."""
     tokenizer = AutoTokenizer.from_pretrained(TINY)
     backend: Tokenizer = tokenizer.backend_tokenizer
@@ -132,7 +132,7 @@ def tokenizer_metadata(pre: str = "gpt-2") -> dict[str, Any]:
     merges = [" ".join(pair) for pair in json.loads(backend.to_str())["model"]["merges"]]
     return {
         "tokenizer.ggml.model": "gpt2",
-        "tokenizer.ggml.pre": pre,
+        "tokenizer.ggml.pre": "gpt-2",
         "tokenizer.ggml.tokens": [backend.id_to_token(token) for token in range(len(tokenizer))],
         "tokenizer.ggml.token_type": [CONTROL if token in special else NORMAL for token in range(len(tokenizer))],
         "tokenizer.ggml.merges": merges,

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import signal
-import socket
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -21,6 +20,7 @@ from spaceport.training.tuning import train
 from support.copied_checkpoint import copy_of_tiny
 from support.forked import exit_code, started
 from support.paths import TINY
+from support.programs import free_port
 
 
 @contextmanager
@@ -76,9 +76,7 @@ def codes(*tunings: Tuning) -> list[list[int]]:
     """Run tunings in order; the exit codes of their processes."""
     found = []
     for tuning in tunings:
-        with socket.socket() as free:
-            free.bind(("127.0.0.1", 0))
-            port = free.getsockname()[1]
+        port = free_port()
         processes = [started(_tune, tuning, rank, port) for rank in range(tuning.processes)]
         found.append([exit_code(process) for process in processes])
     return found

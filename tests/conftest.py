@@ -1,6 +1,5 @@
 """Settings of the suite: tiers, no network, seeds, one thread per process; bundles that many tests need."""
 
-import json
 import logging
 import os
 import signal
@@ -14,10 +13,9 @@ from hypothesis import settings
 from spaceport.graphs.contract.formats import FORMATS
 from spaceport.graphs.contract.signature import Lowering
 from spaceport.runtime.backends.machine import cpu_class, cpu_name
-from support.cache import NOTES, cache_folder, note
 from support.exported import bundle_of
 from support.paths import DEMO, TINY
-from support.tiers import OnChange, forbid_torch, imports_torch, needs_torch
+from support.tiers import OnChange, forbid_torch, needs_torch
 
 # Read by torch, tokenizers and huggingface_hub when they are imported, hence here and not in a fixture.
 os.environ["HF_HUB_OFFLINE"] = "1"
@@ -28,7 +26,6 @@ os.environ["OMP_NUM_THREADS"] = "1"  # tiny models: more threads cost more than 
 _STATE = tempfile.TemporaryDirectory(prefix="spaceport-tests-")
 os.environ["XDG_STATE_HOME"] = _STATE.name
 os.environ["XDG_CACHE_HOME"] = _STATE.name
-_NOTES = Path(os.environ.setdefault(NOTES, _STATE.name))  # of the first process, for all of them
 
 settings.register_profile("suite", deadline=None, derandomize=True)
 settings.load_profile("suite")
@@ -48,46 +45,21 @@ def pytest_configure(config: pytest.Config) -> None:
         forbid_torch()
 
 
-def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:
-    """Leave a file that imports torch out of the fast tier without importing it."""
-    is_test = collection_path.match("test_*.py")
-    return True if config.getoption("fast") and is_test and imports_torch(collection_path) else None
-
-
 @pytest.hookimpl(trylast=True)  # after the marks are chosen
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Order files with slow tests first; leave out what the fast tier does not run, and what has passed as it is."""
+    """Order files with slow tests first; leave out what the fast tier does not run."""
     slow = {item.path for item in items if item.get_closest_marker("slow")}
     items.sort(key=lambda item: item.path not in slow)
-    left_out = set[pytest.Item]()
     if config.getoption("fast"):
         left_out = {item for item in items if needs_torch(item) or item.get_closest_marker("slow")}
         items[:] = [item for item in items if item not in left_out]
-    on_change = OnChange(config.getoption("unchanged"))
-    config.pluginmanager.register(on_change)
-    left_out |= {*on_change.left_out(items)}
-    items[:] = [item for item in items if item not in left_out]
-    if left_out:
         config.hook.pytest_deselected(items=[*left_out])
+    config.pluginmanager.register(OnChange(items, config.getoption("unchanged")))
 
 
-@pytest.hookimpl(tryfirst=True)
-def pytest_sessionfinish() -> None:
-    times = os.times()
-    note(cpu=times.user + times.system + times.children_user + times.children_system)
-
-
-def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter, config: pytest.Config) -> None:
-    """Say what the run took, and name the CPU, on which it depends what the tests have shown."""
+def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
+    """Name the CPU, on which it depends what the tests have shown."""
     terminalreporter.write_line(f"CPU: {cpu_name()}, {cpu_class()}")
-    entries = [json.loads(line) for file in _NOTES.glob("*.notes") for line in file.read_text().splitlines()]
-    built = [entry["seconds"] for entry in entries if "built" in entry]
-    terminalreporter.write_line(
-        f"{sum(entry.get('cpu', 0) for entry in entries):.0f} s of CPU time, {sum(built):.0f} s of it for {len(built)} "
-        f"bundles and checkpoints that the next run finds in {cache_folder()}"
-    )
-    if unchanged := sorted({entry["unchanged"] for entry in entries if "unchanged" in entry}):
-        terminalreporter.write_line(f"passed before and unchanged, not run again: {', '.join(unchanged)}")
 
 
 @pytest.fixture(autouse=True)

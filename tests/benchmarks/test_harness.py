@@ -29,9 +29,7 @@ from spaceport.tools.cli import ACCURACY, INPUT, OK, USAGE, run
 from support.paths import DEMO, DOCS, TINY
 from support.planted import ignore_the_mask, planted
 
-pytestmark = pytest.mark.on_change(
-    "tests/support/fake_runtime.py", "benchmarks", "docs/drawing/tables.py", "docs/performance.md"
-)
+pytestmark = pytest.mark.on_change("benchmarks", "verify", "docs/drawing/tables.py", "docs/performance.md")
 FAKE = str(ROOT / "tests" / "support" / "fake_runtime.py")
 WORKER = str(ROOT / "benchmarks" / "worker.py")
 PROMPTS = (Prompt(1, "code", (5, 6, 7)), Prompt(2, "lists", (8, 9)))

@@ -24,7 +24,7 @@ from support.chat_runtime import chat_runtime, running_service, wait_until
 from support.container_image import health_command, instructions, is_ignored, variables
 from support.paths import DEPLOY, PARTS, ROOT
 
-pytestmark = pytest.mark.on_change("deploy", ".dockerignore")
+pytestmark = pytest.mark.on_change("deploy", "serving", ".dockerignore")
 
 COMPOSE: dict[str, Any] = yaml.safe_load((DEPLOY / "compose.yaml").read_text("utf-8"))
 SERVICE: dict[str, Any] = COMPOSE["services"]["spaceport"]

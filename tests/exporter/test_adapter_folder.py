@@ -37,9 +37,10 @@ from spaceport.runtime.bundle import open_bundle
 from spaceport.runtime.decoding import Decoding
 from spaceport.runtime.session import Runtime
 from spaceport.tools.cli import run
-from support.adapters import train, write_base
+from support.adapters import train
 from support.copied_checkpoint import copy_of_tiny
 from support.gguf_files import random_model, write_gguf
+from support.published import write_checkpoint
 from support.small_bundle import new_bundle
 
 ADAPTER_FILE = "mask_adapter.safetensors"
@@ -87,7 +88,7 @@ def randomize(found: dict[str, Tensor]) -> None:
 @pytest.fixture(scope="module")
 def base(tmp_path_factory: pytest.TempPathFactory) -> Path:
     quiet_libraries()
-    return write_base(tmp_path_factory.mktemp("checkpoints") / "base")
+    return write_checkpoint(tmp_path_factory.mktemp("checkpoints") / "base", random_model())
 
 
 @pytest.fixture(scope="module")
@@ -153,7 +154,7 @@ def test_an_adapter_changes_mask_rows_only(base: Path, adapter: Path, dtype: Pre
 def test_the_base_may_be_a_gguf_file_or_have_output_embeddings(base: Path, adapter: Path, tmp_path: Path) -> None:
     file = write_gguf(tmp_path / "model.gguf", random_model())
     assert torch.equal(logits(opened(file, adapter)), logits(opened(base, adapter)))
-    untied = write_base(tmp_path / "base", tied=False)
+    untied = write_checkpoint(tmp_path / "base", random_model(tied=False))
     folder, tuned = train(untied, tmp_path / "adapter"), train(untied, tmp_path / "tuned", adapter_only=False)
     tables = load_file(folder / EMBEDDINGS_FILE)
     assert {name: len(tensor) for name, tensor in tables.items()} == {"ids": 12, "input": 12, "output": 12}
@@ -259,6 +260,8 @@ def test_an_incomplete_or_wrong_adapter_folder_is_refused(
 
 @pytest.mark.parametrize("dtype", ["float32", "float16"])
 def test_another_model_of_the_same_sizes_is_refused_as_base(adapter: Path, tmp_path: Path, dtype: Precision) -> None:
-    other = write_base(tmp_path / "other", seed=1)
+    model = random_model()
+    model.model.layers[1].mlp.down_proj.weight.data.mul_(1.01)
+    other = write_checkpoint(tmp_path / "other", model)
     with pytest.raises(CheckpointError, match=rf"other: its weights in {dtype} have the digest \w+, the adapter was"):
         load_model(opened(other, adapter), dtype)

@@ -39,7 +39,7 @@ def program(target: str | None = None) -> Path:
         build(folder / name, command, machine, flags, test_encoding=test_encoding, program=PROGRAM)
 
     return (
-        built(f"digests-{target or machine_name()}", [*sources(), PROGRAM, *flags], ["kernels/build.py"], make) / name
+        built(f"digests-{target or machine_name()}", [*sources(), PROGRAM, *flags], make, ["kernels/build.py"]) / name
     )
 
 

@@ -16,7 +16,7 @@ from spaceport.tools.demo.prompts import MODEL, prompts_of
 from spaceport.verify.prompts import TokenizedPrompt
 from support.paths import TESTS
 
-pytestmark = pytest.mark.on_change("tools/demo/model")
+pytestmark = pytest.mark.on_change("verify", "tests/data/demo_answers.json")
 
 # Questions about functions of files that nothing was learned of, and their answers
 HELD_OUT: dict[str, str] = json.loads((TESTS / "data" / "demo_answers.json").read_text("utf-8"))

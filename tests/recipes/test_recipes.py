@@ -11,7 +11,7 @@ from click.testing import CliRunner
 from recipes.__main__ import CODER_PROMPTS, own_prompts, recipes
 from spaceport.tools.demo.prompts import MODEL
 
-pytestmark = pytest.mark.on_change("tools/demo/chat")
+pytestmark = pytest.mark.on_change("recipes")
 
 
 @pytest.mark.slow

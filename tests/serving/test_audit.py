@@ -35,7 +35,7 @@ from spaceport.serving.options import ServiceOptions
 from support.chat_runtime import NO_DRAFTS, chat_runtime
 from support.hash_engine import END, HashEngine, Language
 from support.hash_runtime import hash_runtime
-from support.spoilt_engine import Logits, SpoiltEngine, positions_of
+from support.spoilt_engine import Logits, positions_of, spoilt
 
 PROMPT = [1, 2, 3, 4, 5]
 ENDLESS = Language(5, end_every=10**9)
@@ -338,8 +338,8 @@ def test_a_service_whose_drafts_are_wrong_goes_on_without_them(tmp_path: Path) -
     options = ServiceOptions(audit_rate=1.0, audit_action="disable-drafts", audit_log=tmp_path / "faults")
     given = {"prompt": "import json\n", "max_tokens": 20, "temperature": 0, "ignore_eos": True}
     plain = chat_runtime(requests=1)
-    spoilt = Runtime(plain.bundle, SpoiltEngine(plain.engine, reverse), 1024)
-    with TestClient(application({"demo": lambda: spoilt}, options)) as client:
+    spoilt(plain.engine, reverse)
+    with TestClient(application({"demo": lambda: plain}, options)) as client:
         first = client.post("/v1/completions", json=given).json()
         assert first["metrics"]["speculative_decoding"]["num_draft_tokens"] > 0
         asyncio.run(until(lambda: not client.get("/load").json()["models"]["demo"]["drafts"]))

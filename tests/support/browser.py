@@ -17,7 +17,6 @@ from spaceport.runtime.trace import TraceRecord
 from spaceport.serving.page.modules import import_map, style
 
 CHROMIUM = shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("google-chrome")
-ADVICE = "no Chromium is installed: apt-get install chromium"
 
 _BLANK = """<!doctype html><meta charset="utf-8"><style>{style}</style><script type="importmap">{modules}</script>
 <main id="report"></main><script type="module">import * as report from 'report.js'; import * as trace from 'trace.js';
@@ -25,18 +24,13 @@ import * as words from 'words.js'; import * as lanes from 'lanes.js'; import * a
 Object.assign(window, {{ report, trace, words, lanes, svg, loaded: true }});</script>"""
 
 
-def require_browser() -> None:
-    """Skip a test where no Chromium is installed."""
-    if CHROMIUM is None:
-        pytest.skip(ADVICE)
-
-
 @contextmanager
 def open_browser() -> Iterator[Any]:
-    """A Chromium without a window."""
+    """A Chromium without a window; skips a test where none is installed."""
     from playwright.sync_api import sync_playwright
 
-    require_browser()
+    if CHROMIUM is None:
+        pytest.skip("no Chromium is installed: apt-get install chromium")
     with sync_playwright() as playwright:
         browser = playwright.chromium.launch(executable_path=CHROMIUM, args=["--no-sandbox"])
         try:
@@ -62,7 +56,8 @@ class Sheet:
 
     def report(self, record: TraceRecord) -> Element:
         """The report of a record as an element tree, without namespaces."""
-        return parsed(self.page.evaluate(_DRAW, json.dumps(record.as_dict())))
+        serialized = self.page.evaluate(_DRAW, json.dumps(record.as_dict()))
+        return ElementTree.fromstring(re.sub(r' xmlns="[^"]*"', "", serialized))
 
 
 _DRAW = """stored => {
@@ -70,8 +65,3 @@ _DRAW = """stored => {
   report.drawReport(area, JSON.parse(stored));
   return new XMLSerializer().serializeToString(area);
 }"""
-
-
-def parsed(serialized: str) -> Element:
-    """Serialized XML as an element tree, without namespaces."""
-    return ElementTree.fromstring(re.sub(r' xmlns="[^"]*"', "", serialized))

@@ -82,14 +82,12 @@ class ChatEngine(Engine):
 
     def __post_init__(self) -> None:
         self.rows = self.capacity
-        self._tokens = np.full((self.requests, self.capacity), -1)  # of each slot
-        self._positions = np.zeros((self.requests, self.capacity), np.int64)
+        self._cells = np.full((2, self.requests, self.capacity), -1)  # token and position in each slot
 
     def run(self, batch: Batch) -> NDArray[np.float32]:
         time.sleep(self.delay)
         lines = np.arange(batch.first, batch.first + batch.requests)[:, None]
-        self._tokens[lines, batch.slot_ids] = batch.input_ids
-        self._positions[lines, batch.slot_ids] = batch.position_ids
+        self._cells[:, lines, batch.slot_ids] = batch.input_ids, batch.position_ids
         needed, positions = (
             np.take_along_axis(array, batch.logit_rows, axis=1) for array in (batch.input_ids, batch.position_ids)
         )
@@ -99,8 +97,7 @@ class ChatEngine(Engine):
         return logits
 
     def _draft(self, batch: Batch, line: int, row: int) -> NDArray[np.float32]:
-        request = batch.first + line
-        tokens, positions = self._tokens[request], self._positions[request]
+        tokens, positions = self._cells[:, batch.first + line]
         seen = np.flatnonzero(batch.attention_mask[line, 0, row])
         known = seen[tokens[seen] != _MASK]
         last = known[positions[known].argmax()]
@@ -115,20 +112,16 @@ class ChatEngine(Engine):
         assert not any(sources.size for sources, _ in moves)
 
     def copy(self, source: int, target: int, slots: NDArray[np.int64]) -> None:
-        for array in (self._tokens, self._positions):
-            array[target, : slots.size] = array[source, slots]
+        self._cells[:, target, : slots.size] = self._cells[:, source, slots]
 
     def saved(self, request: int, slots: int) -> NDArray[np.int64]:
-        return np.stack((self._tokens[request, :slots], self._positions[request, :slots]))
+        return self._cells[:, request, :slots].copy()
 
     def restore(self, request: int, rows: NDArray[np.int64]) -> None:
-        self._tokens[request, : rows.shape[1]], self._positions[request, : rows.shape[1]] = rows
+        self._cells[:, request, : rows.shape[1]] = rows
 
     def clear(self, request: int) -> None:
-        self._tokens[request] = -1
-
-    def close(self) -> None:
-        """Nothing is open."""
+        self._cells[:, request] = -1
 
 
 def chat_runtime(

@@ -8,25 +8,23 @@ prints the size. Needs root, Debian's packages through mmdebstrap, and the packa
 
 from __future__ import annotations
 
-import http.client
 import json
 import os
 import re
 import shlex
 import shutil
 import signal
-import socket
 import subprocess
 import sys
 import time
+import urllib.request
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field
 from fnmatch import fnmatchcase
 from pathlib import Path
-from typing import Any
 
 from support.exported import bundle_of
 from support.paths import DEMO, DEPLOY, ROOT
+from support.programs import free_port
 
 _WAIT = 300.0  # seconds until a service that was started answers, or has ended
 _STATE = "/var/lib/spaceport"
@@ -50,40 +48,36 @@ read_only /proc /proc
 """
 
 
-@dataclass
-class Stage:
-    """A stage of the file: its parent, a stage or an image, and its instructions in order."""
-
-    parent: str
-    steps: list[tuple[str, str]] = field(default_factory=list)
-
-
-def stages() -> tuple[dict[str, Stage], dict[str, str]]:
-    """The stages of the file by name, and the values of its arguments."""
-    lines = [line for line in (DEPLOY / "Containerfile").read_text("utf-8").splitlines() if not line.startswith("#")]
-    found, arguments = dict[str, Stage](), dict[str, str]()
-    stage = ""
-    for line in filter(None, re.sub(r"\\\n", " ", "\n".join(lines)).splitlines()):
-        name, argument = line.split(None, 1)
-        if name == "FROM":
+def stages() -> tuple[dict[str, str], list[tuple[str, str, str]], dict[str, str]]:
+    """The parent of each stage of the file, all instructions with their stages, and the values of its arguments."""
+    text = (DEPLOY / "Containerfile").read_text("utf-8")
+    lines = "\n".join(line for line in text.splitlines() if not line.startswith("#"))
+    parents, steps, arguments = dict[str, str](), list[tuple[str, str, str]](), dict[str, str]()
+    for line in filter(None, re.sub(r"\\\n", " ", lines).splitlines()):
+        kind, argument = line.split(None, 1)
+        if kind == "FROM":
             parent, _, stage = argument.partition(" AS ")
-            found[stage] = Stage(parent)
-        elif stage:
-            found[stage].steps.append((name, " ".join(argument.split())))
-        elif name == "ARG":
+            parents[stage] = parent
+        elif parents:
+            steps.append((stage, kind, " ".join(argument.split())))
+        elif kind == "ARG":
             key, _, value = argument.partition("=")
             arguments[key] = value
-    return found, arguments
+    return parents, steps, arguments
+
+
+def steps_of(target: str) -> list[tuple[str, str, str]]:
+    """The instructions of an image behind those of the stages that it is made from: stage, kind, argument."""
+    parents, steps, _ = stages()
+    before = steps_of(parents[target]) if target in parents else []
+    return [*before, *(step for step in steps if step[0] == target)]
 
 
 def instructions(target: str) -> dict[str, list[str]]:
     """The instructions of an image with those of the stages that it is made from, by kind."""
-    known, _ = stages()
     found: dict[str, list[str]] = {}
-    while target in known:
-        for name, argument in reversed(known[target].steps):
-            found.setdefault(name, []).insert(0, argument)
-        target = known[target].parent
+    for _, kind, argument in steps_of(target):
+        found.setdefault(kind, []).append(argument)
     return found
 
 
@@ -127,7 +121,7 @@ class Builder:
 
     def __init__(self, work: Path) -> None:
         self._work = work
-        self._stages, self._arguments = stages()
+        self._parents, _, self._arguments = stages()
 
     def build(self, name: str) -> Path:
         """The root of a stage, built if it is not there."""
@@ -136,8 +130,9 @@ class Builder:
             return root
         partial = root.with_name(f"{root.name}.partial")
         shutil.rmtree(partial, ignore_errors=True)
-        if name in self._stages:
-            parent = self.build(self._parent(name))
+        if name in self._parents:
+            parent = self._parents[name]
+            parent = self.build(self._arguments[parent[2:-1]] if parent.startswith("${") else parent)
             print(f"image: {name}", flush=True)
             subprocess.run(["cp", "-a", parent, partial], check=True)
             self._run_steps(name, partial)
@@ -150,28 +145,19 @@ class Builder:
         partial.rename(root)
         return root
 
-    def _parent(self, name: str) -> str:
-        parent = self._stages[name].parent
-        return self._arguments[parent[2:-1]] if parent.startswith("${") else parent
-
     def _run_steps(self, name: str, root: Path) -> None:
         environment, folder = {"PATH": "/usr/sbin:/usr/bin:/sbin:/bin"}, "/"
-        before = self._parent(name)
-        while before in self._stages:  # what a stage sets holds in those that are made from it
-            folder = next((argument for kind, argument in self._stages[before].steps if kind == "WORKDIR"), folder)
-            environment |= variables(before) if "ENV" in instructions(before) else {}
-            before = self._parent(before)
-        for kind, argument in self._stages[name].steps:
-            if kind == "ENV":
+        for stage, kind, argument in steps_of(name):
+            if kind == "ENV":  # what a stage sets holds in those that are made from it
                 environment |= dict(word.split("=", 1) for word in shlex.split(argument))
-            elif kind == "ARG":
-                environment[argument] = self._arguments[argument]
             elif kind == "WORKDIR":
                 folder = argument
                 (root / folder.lstrip("/")).mkdir(parents=True, exist_ok=True)
-            elif kind == "COPY":
+            elif kind == "ARG" and stage == name:
+                environment[argument] = self._arguments[argument]
+            elif kind == "COPY" and stage == name:
                 self._copy(argument.split(), root, folder)
-            elif kind == "RUN":
+            elif kind == "RUN" and stage == name:
                 _run(root, f"cd {folder} && {argument}", environment)
 
     def _copy(self, words: Sequence[str], root: Path, folder: str) -> None:
@@ -230,22 +216,9 @@ exec chroot "$root" setpriv --reuid {uid} --regid {gid} --clear-groups --no-new-
     return subprocess.Popen(["unshare", "--mount", "sh", "-c", script, "sh", root, bundle, *words], text=True)
 
 
-def _ask(port: int, method: str, path: str, body: dict[str, Any] | None = None) -> tuple[int, Any]:
-    connection = http.client.HTTPConnection("127.0.0.1", port, timeout=60)
-    try:
-        content = None if body is None else json.dumps(body)
-        connection.request(method, path, content, {"Content-Type": "application/json"})
-        response = connection.getresponse()
-        return response.status, json.loads(response.read() or b"null")
-    finally:
-        connection.close()
-
-
 def check(root: Path, bundle: Path) -> None:
     """Raise unless the service of an image starts, answers, has no privileges, writes nothing and ends when it is told."""
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
+    port = free_port()
     with _service(root, bundle, port) as process:
         try:
             probe = [sys.executable, *health_command()[1:]]
@@ -254,8 +227,10 @@ def check(root: Path, bundle: Path) -> None:
                 assert process.poll() is None, "the service ended"
                 assert time.monotonic() < end, "the service is not ready"
                 time.sleep(0.5)
-            status, answer = _ask(port, "POST", "/v1/completions", {"prompt": "import json\n", "max_tokens": 8})
-            assert status == 200, answer
+            body = json.dumps({"prompt": "import json\n", "max_tokens": 8}).encode()
+            headers = {"Content-Type": "application/json"}
+            request = urllib.request.Request(f"http://127.0.0.1:{port}/v1/completions", body, headers)
+            answer = json.load(urllib.request.urlopen(request, timeout=60))
             assert answer["usage"]["completion_tokens"] > 0, answer
             fields = dict(line.split(":\t") for line in Path(f"/proc/{process.pid}/status").read_text().splitlines())
             assert fields["Uid"].split() == [instructions("cpu")["USER"][0].split(":")[0]] * 4, fields["Uid"]

@@ -25,4 +25,4 @@ def bundle_of(checkpoint: Path = TINY, options: ExportOptions | None = None) -> 
         export(checkpoint, target, chosen)
 
     made_from = (checkpoint.name, checkpoint, chosen)
-    return built(f"bundle-{checkpoint.name}", made_from, ["exporter/export.py"], make)
+    return built(f"bundle-{checkpoint.name}", made_from, make)

@@ -109,7 +109,7 @@ def graph_of(family: Family, model: PreTrainedModel, lowering: Lowering) -> tupl
         folder.mkdir()
         to_onnx(decoder, folder)
 
-    return built(f"graph-{family.model_type}", made_from, ["exporter/export.py"], make) / MODEL_FILE, decoder.signature
+    return built(f"graph-{family.model_type}", made_from, make) / MODEL_FILE, decoder.signature
 
 
 def rope(kind: str, **parameters: Any) -> dict[str, Any]:

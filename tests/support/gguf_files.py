@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy as np
 import torch
-from gguf import GGML_QUANT_SIZES, GGMLQuantizationType, GGUFWriter, quants
+from gguf import GGML_QUANT_SIZES, MODEL_ARCH, GGMLQuantizationType, GGUFWriter, get_tensor_name_map, quants
 from tokenizers import Tokenizer
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
 
@@ -25,22 +25,7 @@ SCALES = {
 }
 _RANDOM = ("Q4_K", "Q5_K", "Q6_K")  # types that the package cannot quantize
 
-_NAMES = {
-    "model.embed_tokens": "token_embd",
-    "model.norm": "output_norm",
-    "lm_head": "output",
-    "input_layernorm": "attn_norm",
-    "post_attention_layernorm": "ffn_norm",
-    "self_attn.q_proj": "attn_q",
-    "self_attn.k_proj": "attn_k",
-    "self_attn.v_proj": "attn_v",
-    "self_attn.o_proj": "attn_output",
-    "self_attn.q_norm": "attn_q_norm",
-    "self_attn.k_norm": "attn_k_norm",
-    "mlp.gate_proj": "ffn_gate",
-    "mlp.up_proj": "ffn_up",
-    "mlp.down_proj": "ffn_down",
-}
+_NAMES = get_tensor_name_map(MODEL_ARCH.QWEN3, 2)  # Llama and Qwen2 have a part of its tensors
 
 
 def random_model(family: str = "llama", tied: bool = True) -> PreTrainedModel:
@@ -71,11 +56,9 @@ def random_model(family: str = "llama", tied: bool = True) -> PreTrainedModel:
 
 def gguf_name(name: str) -> str:
     """The name of a tensor in a GGUF file."""
-    stem, _, kind = name.rpartition(".")
-    parts = stem.split(".")
-    if parts[:2] == ["model", "layers"]:
-        return f"blk.{parts[2]}.{_NAMES['.'.join(parts[3:])]}.{kind}"
-    return f"{_NAMES[stem]}.{kind}"
+    found = _NAMES.get_name(name, (".weight", ".bias"))
+    assert found is not None
+    return found
 
 
 def interleaved(weight: np.ndarray, heads: int) -> np.ndarray:
@@ -123,7 +106,7 @@ def metadata_of(model: PreTrainedModel) -> dict[str, Any]:
     return {f"{arch}.{key}": value for key, value in values.items()}
 
 
-def tokenizer_metadata(pre: str = "gpt-2") -> dict[str, Any]:
+def tokenizer_metadata() -> dict[str, Any]:
     """The tiny tokenizer as llama.cpp's converter writes it."""
     tokenizer = AutoTokenizer.from_pretrained(TINY)
     backend: Tokenizer = tokenizer.backend_tokenizer
@@ -132,7 +115,7 @@ def tokenizer_metadata(pre: str = "gpt-2") -> dict[str, Any]:
     merges = [" ".join(pair) for pair in json.loads(backend.to_str())["model"]["merges"]]
     return {
         "tokenizer.ggml.model": "gpt2",
-        "tokenizer.ggml.pre": pre,
+        "tokenizer.ggml.pre": "gpt-2",
         "tokenizer.ggml.tokens": [backend.id_to_token(token) for token in range(len(tokenizer))],
         "tokenizer.ggml.token_type": [CONTROL if token in special else NORMAL for token in range(len(tokenizer))],
         "tokenizer.ggml.merges": merges,

@@ -103,19 +103,18 @@ _ALL = 10**4  # steps; releasing a semaphore takes a microsecond for each
 
 
 @dataclass
-class StepwiseEngine(HashEngine):
-    """An engine that waits in each step until the test allows it."""
+class Steps:
+    """The steps of an engine, which waits in each until the test allows it."""
 
     asked: Semaphore = field(default_factory=lambda: Semaphore(0))
     leave: Semaphore = field(default_factory=lambda: Semaphore(0))
-    broken: bool = False  # whether its steps fail
+    broken: bool = False  # whether they fail
 
-    def run(self, batch: Batch) -> NDArray[np.float32]:
+    def __call__(self, batch: Batch) -> None:
         self.asked.release()
         assert self.leave.acquire(timeout=_PATIENCE)
         if self.broken:
             raise EngineFault("the fake engine failed")
-        return super().run(batch)
 
     def wait(self) -> None:
         """Wait until the next step is requested."""
@@ -131,17 +130,16 @@ class StepwiseEngine(HashEngine):
         self.leave.release(_ALL)
 
 
-def stepwise_runtime(language: Language, requests: int = 1, **options: Any) -> tuple[Runtime, StepwiseEngine]:
-    """A runtime over a stepwise engine."""
-    with hash_runtime(language) as like:
-        engine = StepwiseEngine(language, like.engine.capacity, requests)
-        return Runtime(like.bundle, engine, like.max_seq_len, **options), engine
+def stepwise_runtime(language: Language, requests: int = 1, **options: Any) -> tuple[Runtime, Steps]:
+    """A runtime over an engine that steps on command."""
+    steps = Steps()
+    return hash_runtime(language, requests=requests, before=steps, **options), steps
 
 
-def close_between_steps(runtime: Runtime, engine: StepwiseEngine) -> None:
+def close_between_steps(runtime: Runtime, steps: Steps) -> None:
     """Close a runtime whose engine waits in a step, with no more steps than that needs."""
     closing = Thread(target=runtime.close)
     closing.start()
     while closing.is_alive():
-        engine.leave.release()
+        steps.leave.release()
         closing.join(0.1)

@@ -35,19 +35,15 @@ def torch_engine(model: PreTrainedModel, lowering: Lowering = "scatter") -> Torc
     return TorchEngine(decoder, decoder.signature, SLOTS, 1, "cpu")
 
 
-def rows_batch(
-    ids: list[int], visible: NDArray[np.bool_] | None = None, positions: list[int] | None = None, slots: int = 64
-) -> Batch:
-    """The rows of a text with logits for all of them; without `visible`, a row sees those before it."""
+def rows_batch(ids: list[int]) -> Batch:
+    """The rows of a text, each of which sees those before it, with logits for all of them."""
     rows = np.arange(len(ids))[None]
-    seen = np.zeros((1, 1, len(ids), slots), np.bool_)
-    seen[0, 0, :, : len(ids)] = np.tri(len(ids), dtype=np.bool_) if visible is None else visible
-    return Batch(0, np.array([ids]), rows if positions is None else np.array([positions]), rows, seen, rows)
+    return Batch(0, np.array([ids]), rows, rows, np.tri(len(ids), SLOTS, dtype=np.bool_)[None, None], rows)
 
 
-def rows_logits(model: PreTrainedModel, ids: list[int], visible: NDArray[np.bool_] | None = None) -> Logits:
+def rows_logits(model: PreTrainedModel, ids: list[int]) -> Logits:
     """The logits of all rows of a text: rows x V, with draft heads the lines of each row behind each other."""
-    return torch_engine(model).run(rows_batch(ids, visible))[0]
+    return torch_engine(model).run(rows_batch(ids))[0]
 
 
 def walk(engine: Engine, mask: int, tokens: range | None = None) -> tuple[Logits, Logits]:

@@ -60,7 +60,7 @@ def library() -> Path | None:
     def make(to: Path) -> None:
         build(to / library_name(), flags=flags, test_encoding=True)
 
-    folder = built("kernels", [*sources(), *flags], ["kernels/build.py"], make)
+    folder = built("kernels", [*sources(), *flags], make, ["kernels/build.py"])
     return folder / library_name()
 
 

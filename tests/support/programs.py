@@ -1,7 +1,8 @@
-"""Programs: runs those that prepare what some tests need, such as compilers and pip."""
+"""Programs: runs those that prepare what some tests need, such as compilers and pip; ports for services."""
 
 from __future__ import annotations
 
+import socket
 import subprocess
 import sys
 from collections.abc import Sequence
@@ -24,6 +25,13 @@ def output_of(command: Sequence[str | Path]) -> str:
         reason = (done.stderr.strip().splitlines() or ["no message"])[-1]
         raise Missing(f"got exit code {done.returncode} from `{' '.join(map(str, command[:4]))} …` ({reason})")
     return done.stdout
+
+
+def free_port() -> int:
+    """A port of this machine that nothing listens on."""
+    with socket.socket() as one:
+        one.bind(("127.0.0.1", 0))
+        return int(one.getsockname()[1])
 
 
 def install(folder: Path, *arguments: str) -> None:

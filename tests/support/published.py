@@ -133,9 +133,9 @@ def write_exact_adapter(folder: Path, base: PreTrainedModel, **options: Any) -> 
     return folder
 
 
-def random_base(tied: bool = True) -> PreTrainedModel:
+def random_base() -> PreTrainedModel:
     """A random model of two layers, with embedding rows beyond those of the tokenizer."""
-    model = random_model("qwen3", tied)
+    model = random_model("qwen3")
     with torch.random.fork_rng():
         torch.manual_seed(5)
         model.resize_token_embeddings(PADDED)

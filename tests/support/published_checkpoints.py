@@ -91,12 +91,12 @@ def sentencepiece_model(**options: Any) -> bytes:
 
 
 @cache
-def ranks(tokens: int = 420) -> dict[bytes, int]:
+def ranks() -> dict[bytes, int]:
     """The ranks of a byte-pair encoding that is trained on the corpus: bytes first, then merges."""
     tokenizer = Tokenizer(models.BPE())
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
-    trainer = trainers.BpeTrainer(vocab_size=tokens, initial_alphabet=alphabet, show_progress=False)
+    trainer = trainers.BpeTrainer(vocab_size=420, initial_alphabet=alphabet, show_progress=False)
     tokenizer.train_from_iterator(CORPUS, trainer)
     numbers = {letter: byte for byte, letter in bytes_to_unicode().items()}
     return {bytes(numbers[letter] for letter in token): rank for token, rank in tokenizer.get_vocab().items()}
@@ -126,7 +126,7 @@ def write_published(folder: Path, model: Published, format: Format = "safetensor
     return folder
 
 
-def write_weights(folder: Path, weights: Mapping[str, Tensor], format: Format, shards: int = 1) -> None:
+def write_weights(folder: Path, weights: Mapping[str, Tensor], format: Format, shards: int) -> None:
     """Write the weights into one file, or into several with an index."""
     stem = "model" if format == "safetensors" else "pytorch_model"
     names = sorted(weights)

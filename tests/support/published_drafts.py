@@ -37,9 +37,9 @@ def exact_heads(model: PreTrainedModel, count: int) -> dict[str, Tensor]:
     return found
 
 
-def random_heads(count: int, blocks: int, hidden: int, vocab: int, seed: int = 0) -> dict[str, Tensor]:
+def random_heads(count: int, blocks: int, hidden: int, vocab: int) -> dict[str, Tensor]:
     """Heads with random numbers, large enough that each block matters."""
-    dice = torch.Generator().manual_seed(seed)
+    dice = torch.Generator().manual_seed(0)
     found: dict[str, Tensor] = {}
     for head in range(count):
         for block in range(blocks):

@@ -22,6 +22,7 @@ from typing import Any
 import yaml
 
 from support.paths import DEPLOY
+from support.programs import free_port
 
 _WAIT = 120.0  # seconds for anything that has to happen
 _CPUS = 1  # Ray starts as many processes at once; a replica of the tests claims a tenth
@@ -156,10 +157,3 @@ def listens(address: str, port: int) -> bool:
     except OSError:
         return False
     return True
-
-
-def free_port() -> int:
-    """A port that nothing listens on."""
-    with socket.socket() as one:
-        one.bind(("127.0.0.1", 0))
-        return int(one.getsockname()[1])

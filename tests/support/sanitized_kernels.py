@@ -35,8 +35,8 @@ def main() -> int:
     folder = built(
         "sanitized-kernels",
         [*sources(), flags],
-        ["kernels/build.py"],
         lambda to: build(to / library_name(), ["g++"], flags=flags, test_encoding=True),
+        ["kernels/build.py"],
     )
     runtimes = [
         subprocess.run(

@@ -25,7 +25,6 @@ def model_of(
     inputs: Shapes,
     outputs: Shapes,
     constants: Mapping[str, Array],
-    between: Shapes | None = None,
     kind: int = TensorProto.FLOAT,
 ) -> onnx.ModelProto:
     """A model of these nodes at opset 23."""
@@ -34,7 +33,7 @@ def model_of(
         return [helper.make_tensor_value_info(name, kind, shape) for name, shape in shapes.items()]
 
     stored = [numpy_helper.from_array(array, name) for name, array in constants.items()]
-    graph = helper.make_graph(nodes, "g", values(inputs), values(outputs), stored, value_info=values(between or {}))
+    graph = helper.make_graph(nodes, "g", values(inputs), values(outputs), stored)
     return helper.make_model(graph, opset_imports=[helper.make_opsetid("", 23)], ir_version=11)
 
 

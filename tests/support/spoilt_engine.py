@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +14,7 @@ from spaceport.runtime.bundle import open_bundle
 from spaceport.runtime.costs import relative_costs
 from spaceport.runtime.decode.plan import Part, Verdict, accept
 from spaceport.runtime.decode.sequence import TokenSelector
-from spaceport.runtime.engine import Batch, Engine, EngineOptions, Moves, capacity_for
+from spaceport.runtime.engine import Batch, Engine, EngineOptions, capacity_for
 from spaceport.runtime.session import Runtime
 
 Logits = NDArray[np.float32]
@@ -26,46 +26,27 @@ def unchanged(batch: Batch, logits: Logits) -> None:
     """The logits of a correct engine."""
 
 
-class SpoiltEngine(Engine):
-    """Changes a batch before another engine runs it, or its logits afterwards."""
+def spoilt(engine: Engine, after: Spoil = unchanged, before: Callable[[Batch], None] = lambda batch: None) -> Engine:
+    """The engine, which now changes each batch before it runs, or its logits afterwards."""
+    run = engine.run
 
-    def __init__(self, engine: Engine, after: Spoil = unchanged, before: Callable[[Batch], None] | None = None) -> None:
-        self.inner, self._after, self.before = engine, after, before
-        self.signature, self.capacity, self.requests = engine.signature, engine.capacity, engine.requests
-        self.rows, self.device, self.costs, self.notes = engine.rows, engine.device, engine.costs, engine.notes
-        self.widths: set[int] = set()  # numbers of rows per request that calls had
-        self.cleared = 0
-
-    def run(self, batch: Batch) -> Logits:
-        self.widths.add(batch.input_ids.shape[1])
-        if self.before is not None:
-            self.before(batch)
-        logits: Logits = self.inner.run(batch).copy()
-        self._after(batch, logits)
+    def run_spoilt(batch: Batch) -> Logits:
+        before(batch)
+        logits: Logits = run(batch).copy()
+        after(batch, logits)
         return logits
 
-    def move(self, first: int, moves: Sequence[Moves]) -> None:
-        self.inner.move(first, moves)
-
-    def copy(self, source: int, target: int, slots: NDArray[np.int64]) -> None:
-        self.inner.copy(source, target, slots)
-
-    def clear(self, request: int) -> None:
-        self.cleared += 1
-        self.inner.clear(request)
-
-    def close(self) -> None:
-        self.inner.close()
+    engine.run = run_spoilt  # type: ignore[method-assign]
+    return engine
 
 
 def spoilt_runtime(
-    bundle: Path, after: Spoil = unchanged, before: Callable[[Batch], None] | None = None, requests: int = 1
-) -> tuple[Runtime, SpoiltEngine]:
+    bundle: Path, after: Spoil = unchanged, before: Callable[[Batch], None] = lambda batch: None, requests: int = 1
+) -> Runtime:
     """A bundle's runtime over a spoilt engine; rows cost nothing, so that drafts are as wide as their limits."""
     opened = open_bundle(bundle)
     engine = open_engine(opened, "onnxruntime", EngineOptions(capacity_for(opened.manifest, LENGTH), requests, 1))
-    spoilt = SpoiltEngine(engine, after, before)
-    return Runtime(opened, spoilt, LENGTH, costs=relative_costs(0.0)), spoilt
+    return Runtime(opened, spoilt(engine, after, before), LENGTH, costs=relative_costs(0.0))
 
 
 def positions_of(batch: Batch) -> NDArray[np.int64]:

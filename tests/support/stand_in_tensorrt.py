@@ -25,13 +25,11 @@ from spaceport.runtime.backends.on_tensorrt import Device, TensorRtEngine, deser
 from spaceport.runtime.bundle import Bundle, open_bundle
 from spaceport.runtime.engine import Batch, EngineOptions
 
-_TYPES = {"float32": "FLOAT", "float16": "HALF", "bfloat16": "BF16", "int64": "INT64", "bool": "BOOL"}
-_ORT = {"float32": np.float32, "float16": np.float16, "int64": np.int64, "bool": np.bool_}
-_BYTES = {"float32": 4, "float16": 2, "int64": 8, "bool": 1}
 T = TypeVar("T")
 SCRATCH = (1000, 5000)  # bytes of the two profiles
 
 Kind = Enum("Kind", "FLOAT HALF BF16 INT64 BOOL")
+_KINDS = {"float32": Kind.FLOAT, "int64": Kind.INT64, "bool": Kind.BOOL}
 Mode = Enum("Mode", "INPUT OUTPUT")
 Location = Enum("Location", "DEVICE HOST")
 Strategy = Enum("Strategy", "STATIC USER_MANAGED")
@@ -55,8 +53,7 @@ class Plan:
     record: EngineRecord
     changes: dict[str, dict[str, Any]] = field(default_factory=dict)  # method -> tensor -> what it returns instead
     profiles: int = 2
-    opens: bool = True
-    why_not: str = "the engine plan file is not compatible"  # message if it does not open
+    why_not: str | None = None  # message if it does not open
     switches: bool = True  # whether a context can switch to a profile
     compiles: bool = True  # whether kernels are compiled at run time, as TensorRT-RTX does
     fails: bool = False  # whether every step fails
@@ -169,7 +166,7 @@ class StandInContext:
             self.engine.logger.log(Logger.ERROR, "enqueueV3: the GPU has caught fire")
             return False
         shapes, addresses = dict(self.shapes), dict(self.addresses)
-        for past, present in self.engine.pairs:
+        for present, past in self.engine.pairs.items():
             assert addresses[past] == addresses[present], "a buffer is not written in place"
         if self.device.capturing is None:
             self.settled = (shapes, addresses)
@@ -222,7 +219,7 @@ class StandInEngine:
         signature = plan.bundle.manifest.signature
         self._tensors = {tensor.name: tensor for tensor in (*signature.inputs, *signature.outputs)}
         self._inputs = {tensor.name for tensor in signature.inputs}
-        self.pairs = [(a.name, b.name) for a, b in zip(signature.past, signature.present, strict=True)]
+        self.pairs = {b.name: a.name for a, b in zip(signature.past, signature.present, strict=True)}
         self.num_optimization_profiles = plan.profiles
         self._names = [*self._tensors, *plan.changes.get("more", {})]
         self.num_io_tensors = len(self._names)
@@ -242,7 +239,7 @@ class StandInEngine:
         return self._changed("location", name, Location.DEVICE)
 
     def get_tensor_dtype(self, name: str) -> Kind:
-        return self._changed("dtype", name, Kind[_TYPES[self._tensors[name].dtype]])
+        return self._changed("dtype", name, _KINDS[self._tensors[name].dtype])
 
     def get_tensor_shape(self, name: str) -> tuple[int, ...]:
         capacity = self.plan.record.capacity
@@ -251,7 +248,7 @@ class StandInEngine:
         return self._changed("shape", name, shape)
 
     def get_aliased_input_tensor(self, name: str) -> str | None:
-        return self._changed("alias", name, {present: past for past, present in self.pairs}.get(name))
+        return self._changed("alias", name, self.pairs.get(name))
 
     def get_device_memory_size_for_profile_v2(self, profile: int) -> int:
         return SCRATCH[profile]
@@ -270,11 +267,9 @@ class StandInEngine:
         rows = (record.step_rows, record.prefill_rows)[profile]
         wanted = record.step_rows if profile == 0 else logit_rows(record.prefill_rows, vocab_size)
         most = {"B": record.requests, "T": rows, "R": wanted, "A": record.capacity}
-        least = {**dict.fromkeys(most, 1), "S": record.capacity}
-        most["S"] = record.capacity
-        expected = self._tensors[name].shape
+        expected = [record.capacity if size == "S" else size for size in self._tensors[name].shape]
         return len(shape) == len(expected) and all(
-            least[size] <= got <= most[size] if isinstance(size, str) else got == size
+            1 <= got <= most[size] if isinstance(size, str) else got == size
             for got, size in zip(shape, expected, strict=True)
         )
 
@@ -284,10 +279,11 @@ class StandInEngine:
         sizes = {"B": shapes["input_ids"][0], "R": shapes["logit_rows"][1], "S": self.plan.record.capacity}
         for name, tensor in self._tensors.items():
             shape = shapes.get(name) or tuple(sizes[size] if isinstance(size, str) else size for size in tensor.shape)
-            dtype, count = _ORT[tensor.dtype], int(np.prod(shape)) * _BYTES[tensor.dtype]
-            assert self.device.holds(addresses[name], count), f"{name} is bound to memory that is not the device's"
+            dtype = np.dtype(tensor.dtype)
+            size = int(np.prod(shape)) * dtype.itemsize
+            assert self.device.holds(addresses[name], size), f"{name} is bound to memory that is not the device's"
             bind = binding.bind_input if name in self._inputs else binding.bind_output
-            bind(name, "cpu", 0, dtype, shape, addresses[name])
+            bind(name, "cpu", 0, dtype.type, shape, addresses[name])
         self._session.run_with_iobinding(binding)
 
     def _changed(self, what: str, name: str, value: T) -> T:
@@ -301,22 +297,19 @@ def api_of(plan: Plan, device: StandInDevice) -> Any:
     class Runtime:
         def __init__(self, logger: Logger) -> None:
             first.append(ref(logger))
-            known = first[0]()
-            assert known is not None, "the logger that the library was given is gone"
-            self.logger = known
+            self.logger = first[0]()
+            assert self.logger is not None, "the logger that the library was given is gone"
 
         def deserialize_cuda_engine(self, serialized: bytes) -> StandInEngine | None:
             assert json.loads(serialized) == {"engine": plan.record.target}
-            if not plan.opens:
+            if plan.why_not is not None:
                 self.logger.log(Logger.WARNING, "it is warm today")
                 self.logger.log(Logger.ERROR, plan.why_not)
                 return None
             return StandInEngine(plan, self.logger, device)
 
-    compiles = {"DynamicShapesKernelSpecializationStrategy": Specialization} if plan.compiles else {}
-    api = ModuleType("tensorrt")
+    api: Any = ModuleType("tensorrt")
     vars(api).update(
-        **compiles,
         __version__="9.9.9",
         ILogger=Logger,
         Runtime=Runtime,
@@ -325,13 +318,14 @@ def api_of(plan: Plan, device: StandInDevice) -> Any:
         TensorLocation=Location,
         ExecutionContextAllocationStrategy=Strategy,
     )
+    if plan.compiles:
+        api.DynamicShapesKernelSpecializationStrategy = Specialization
     return api
 
 
-def plan_of(path: Path, capacity: int = 1024, requests: int = 1, step_rows: int = 64, prompt_rows: int = 512) -> Plan:
+def plan_of(path: Path) -> Plan:
     """The plan of a bundle's engine."""
-    record = EngineRecord("a" * 64, 1, (), "tensorrt-rtx", "9.9.9", "sm89", capacity, requests, step_rows, prompt_rows)
-    return Plan(open_bundle(path), record)
+    return Plan(open_bundle(path), EngineRecord("a" * 64, 1, (), "tensorrt-rtx", "9.9.9", "sm89", 1024, 1, 64, 512))
 
 
 def opened(

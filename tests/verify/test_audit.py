@@ -25,7 +25,7 @@ from support.hash_engine import Language
 from support.hash_runtime import hash_runtime
 from support.paths import TINY
 from support.small_bundle import forking_copy
-from support.spoilt_engine import Logits, SpoiltEngine, lenient, positions_of, spoilt_runtime, tied
+from support.spoilt_engine import Logits, lenient, positions_of, spoilt_runtime, tied
 
 PROMPTS: dict[str, str] = json.loads((TINY / "prompts.json").read_text("utf-8"))
 DECODER, SCANNER, FOREIGN = PROMPTS.values()
@@ -50,7 +50,8 @@ def modes(report: AuditReport, requests: int) -> dict[str, ModeCounts]:
 
 @pytest.mark.parametrize("lowering", ["scatter", "append"])
 def test_a_correct_bundle_is_lossless(tiny_bundle: Path, tiny_append_bundle: Path, lowering: str) -> None:
-    runtime, engine = spoilt_runtime(tiny_bundle if lowering == "scatter" else tiny_append_bundle, requests=3)
+    bundle, widths = tiny_bundle if lowering == "scatter" else tiny_append_bundle, set[int]()
+    runtime = spoilt_runtime(bundle, before=lambda batch: widths.add(batch.input_ids.shape[1]), requests=3)
     report = audited(runtime, *PROMPTS.values())
     drafts = ["chain k = 5", "chain k = 1", "tree with lookup", "tree with lookup, sampled"]
     assert list(modes(report, 1)) == drafts
@@ -65,13 +66,13 @@ def test_a_correct_bundle_is_lossless(tiny_bundle: Path, tiny_append_bundle: Pat
     assert all(one.positions == 3 * (TOKENS + 1) for one in report.noise if one.plan.requests != 2)
     assert all(one.positions == 4 * (TOKENS + 1) for one in report.noise if one.plan.requests == 2)  # one thread twice
     assert noise_of(report.noise) < 1e-4
-    assert {1, 2, 4, 9, 16, 36} <= engine.widths
+    assert {1, 2, 4, 9, 16, 36} <= widths
     assert report.passed
     assert report.summary.startswith("lossless: 30 completions, 720 tokens, 0 faults, 0 near-ties (noise ")
 
 
 def test_a_bundle_without_mask_slots_is_audited_with_prompt_lookup_only(tiny_bundle: Path) -> None:
-    runtime, _ = spoilt_runtime(tiny_bundle)
+    runtime = spoilt_runtime(tiny_bundle)
     manifest = runtime.bundle.manifest
     plain = replace(manifest, drafts=DraftMethod(), tokens=replace(manifest.tokens, mask=()))
     bundle = replace(runtime.bundle, manifest=plain)
@@ -121,7 +122,7 @@ def off_by_one(part: Part, logits: Logits, choose: TokenSelector, *limits: int) 
 )
 def test_a_wrong_acceptance_rule_is_a_fault(tiny_bundle: Path, monkeypatch: pytest.MonkeyPatch, wrong: Any) -> None:
     monkeypatch.setattr(loop, "accept", wrong)
-    runtime, _ = spoilt_runtime(tiny_bundle)
+    runtime = spoilt_runtime(tiny_bundle)
     report = audited(runtime)
     assert all(one.passed for one in report.noise)
     assert sum(row.faults for row in report.drafted) == report.faults > 0
@@ -135,9 +136,9 @@ def test_a_wrong_acceptance_rule_is_a_fault(tiny_bundle: Path, monkeypatch: pyte
 @pytest.mark.parametrize("fork_every", [10**9, 3])
 def test_a_tie_that_the_step_width_decides_is_a_near_tie(fork_every: int) -> None:
     """The hash engine has no noise of its own, so the measured noise is the injected one."""
-    runtime = hash_runtime(Language(5, end_every=10**9, fork_every=fork_every), requests=2)
-    with Runtime(runtime.bundle, SpoiltEngine(runtime.engine, tied(1e-7)), 64) as spoilt:
-        report = audit(spoilt, [TokenizedPrompt(1, (1, 2, 3)), TokenizedPrompt(2, (4, 5, 6, 7))], 30)
+    language = Language(5, end_every=10**9, fork_every=fork_every)
+    with hash_runtime(language, requests=2, after=tied(1e-7)) as runtime:
+        report = audit(runtime, [TokenizedPrompt(1, (1, 2, 3)), TokenizedPrompt(2, (4, 5, 6, 7))], 30)
     assert report.passed
     assert noise_of(report.noise) == pytest.approx(1e-7, rel=1e-3)
     assert [one.name for one in report.noise if one.largest == 0] == ["1 row", "2 x 1 row"]
@@ -150,7 +151,7 @@ def test_a_tie_that_the_step_width_decides_is_a_near_tie(fork_every: int) -> Non
 
 
 def test_noise_beyond_rounding_is_a_fault_and_explains_no_mismatch(tiny_bundle: Path) -> None:
-    runtime, _ = spoilt_runtime(tiny_bundle, tied(1e-2))
+    runtime = spoilt_runtime(tiny_bundle, tied(1e-2))
     report = audited(runtime)
     assert [one.name for one in report.noise if one.passed] == ["1 row"]
     assert noise_of(report.noise) < 1e-4
@@ -186,20 +187,23 @@ def lose_a_number(batch: Batch, logits: Logits) -> None:
         pytest.param({"after": lose_a_number}, ["16 rows"], id="NaN"),
     ],
 )
-def test_a_fault_of_wide_steps_is_one_of_these_widths(tiny_bundle: Path, spoil: Any, failed: list[str]) -> None:
-    runtime, engine = spoilt_runtime(tiny_bundle, **spoil)
+def test_a_fault_of_wide_steps_is_one_of_these_widths(
+    tiny_bundle: Path, spoil: Any, failed: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    runtime, cleared = spoilt_runtime(tiny_bundle, **spoil), list[int]()
+    monkeypatch.setattr(runtime.engine, "clear", cleared.append)
     report = audited(runtime)
     assert [one.name for one in report.noise if not one.passed] == failed
     assert noise_of(report.noise) < 1e-4
     if spoil.get("after") is lose_a_number:
-        assert engine.cleared
+        assert cleared
         assert next(one.as_dict()["noise"] for one in report.noise if not one.passed) is None
     assert not report.passed
 
 
 @pytest.fixture(scope="module")
 def correct(tiny_bundle: Path) -> Iterator[Runtime]:
-    with spoilt_runtime(tiny_bundle)[0] as opened:
+    with spoilt_runtime(tiny_bundle) as opened:
         yield opened
 
 
@@ -249,7 +253,7 @@ def test_a_thread_is_verified_token_by_token_up_to_its_cut(tiny_bundle: Path, co
     def spoil(batch: Batch, logits: Logits) -> None:
         logits[positions_of(batch) == limit - 1, plain.tokens[-1]] = np.nan
 
-    with spoilt_runtime(tiny_bundle, spoil)[0] as spoilt:
+    with spoilt_runtime(tiny_bundle, spoil) as spoilt:
         (first, _, _), (last, margin, reason) = found_in(spoilt, other, plain, limit)
     assert (first, last, reason) == (limit - 2, limit - 1, "the logits hold NaN")
     assert np.isnan(margin)

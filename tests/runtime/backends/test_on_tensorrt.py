@@ -224,7 +224,7 @@ def test_every_failure_has_its_kind_and_the_words_of_the_library(plan: Plan) -> 
     with pytest.raises(BundleError, match="it has 1 profiles, 2 are expected"):
         opened(broken(profiles=1))
     with pytest.raises(BundleError, match="does not open: the engine plan file is not compatible: build it again"):
-        opened(broken(opens=False))
+        opened(broken(why_not="the engine plan file is not compatible"))
     with pytest.raises(EngineFault, match="opens no context for profile 0: setOptimizationProfileAsync: no"):
         opened(broken(switches=False))
     refusing = opened(plan, Refusing())
@@ -248,7 +248,7 @@ def test_every_failure_has_its_kind_and_the_words_of_the_library(plan: Plan) -> 
     ],
 )
 def test_a_full_gpu_is_distinguished_from_a_broken_engine(said: str, plan: Plan) -> None:
-    plan.opens, plan.why_not = False, said
+    plan.why_not = said
     api = api_of(plan, StandInDevice())
     with pytest.raises(MemoryError):
         opened(plan, api=api)

@@ -27,7 +27,7 @@ from spaceport.runtime.scheduling.worker import RuntimeClosed
 from spaceport.runtime.session import Runtime
 from spaceport.runtime.text.prompt import Prompt, PromptEncoder
 from support.hash_engine import Language
-from support.hash_runtime import StepwiseEngine, hash_runtime, stepwise_runtime
+from support.hash_runtime import Steps, hash_runtime, stepwise_runtime
 from support.paths import ROOT
 
 ENDLESS = Language(3, end_every=10**9)  # goes on to its limit
@@ -254,7 +254,7 @@ def test_a_long_text_is_not_tokenized_as_a_whole(monkeypatch: pytest.MonkeyPatch
 PLAIN = Decoding(mask_slots=0)
 
 
-async def step(engine: StepwiseEngine) -> None:
+async def step(engine: Steps) -> None:
     await asyncio.to_thread(engine.step)
 
 

@@ -250,11 +250,11 @@ def test_requests_of_a_call_that_does_not_return_fail_and_the_runtime_is_unhealt
     with pytest.raises(EngineFault, match="open the bundle again"):
         runtime.generate([1])
     if raises:
-        engine.requests = 0  # the call raises once it returns
+        runtime.engine.requests = 0  # the call raises once it returns
     runtime.close()
     engine.go()  # the call returns after all
     wait_for(lambda: not workers())
-    assert engine.calls == 1  # and no other follows
+    assert runtime.engine.calls == 1  # and no other follows
     with pytest.raises(EngineFault, match="has not returned"):
         streams[0].completion()
 

@@ -44,7 +44,7 @@ DRAFTED = {
 }
 
 
-pytestmark = pytest.mark.on_change()  # runs thousands of steps
+pytestmark = pytest.mark.on_change("verify")  # runs thousands of steps
 
 
 def summaries() -> tuple[ModeSummary, ...]:

@@ -25,7 +25,7 @@ from spaceport.tools.bench.steps import (
     weight_bytes,
 )
 from spaceport.tools.cli import OK, run
-from support.cache import built
+from support.cache import EXPORTER, built
 from support.hash_engine import HashEngine, Language
 from support.stand_in_driver import engine_on_cpu
 
@@ -45,7 +45,7 @@ def skeleton() -> Path:
     def make(target: Path) -> None:
         write_skeleton("tiny", target, "float32", "plain")
 
-    return built("skeleton", ("tiny", "float32"), ["tools/bench/skeleton.py"], make)
+    return built("skeleton", ("tiny", "float32"), make, [*EXPORTER, "tools/bench/skeleton.py"])
 
 
 def test_a_skeleton_has_the_graph_of_the_real_model_without_its_weights(skeleton: Path, tmp_path: Path) -> None:

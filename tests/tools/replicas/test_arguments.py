@@ -16,7 +16,7 @@ from spaceport.tools.cli.serve import command, openers_of, service_options_of
 from spaceport.tools.replicas.arguments import ReplicaOptions, arguments_of, deployment_options
 from support.paths import DEPLOY
 
-pytestmark = pytest.mark.on_change("deploy/ray")
+pytestmark = pytest.mark.on_change("deploy/ray", "serving")
 
 MODELS = {"chat": "/mnt/chat.bundle"}
 

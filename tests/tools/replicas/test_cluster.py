@@ -21,7 +21,7 @@ from support.chat_runtime import NO_DRAFTS
 from support.ray_cluster import Deployed, deployed, wait_for
 
 pytestmark = [
-    pytest.mark.on_change("deploy/ray"),
+    pytest.mark.on_change("deploy/ray", "serving"),
     pytest.mark.nightly,
     pytest.mark.skipif(not find_spec("ray"), reason="needs Ray: pip install -c constraints.txt '.[cpu,serve,ray]'"),
 ]

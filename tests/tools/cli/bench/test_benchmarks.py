@@ -13,7 +13,7 @@ from support.paths import TINY
 from support.planted import ignore_the_mask, planted
 
 Capture = pytest.CaptureFixture[str]
-pytestmark = [pytest.mark.on_change(), pytest.mark.slow]
+pytestmark = [pytest.mark.on_change("verify"), pytest.mark.slow]
 
 
 @pytest.fixture

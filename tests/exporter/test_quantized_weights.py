@@ -21,7 +21,7 @@ from transformers import AutoModelForCausalLM
 
 from spaceport.exporter.atomic_folder import write_manifest
 from spaceport.exporter.export import ExportOptions
-from spaceport.exporter.quantized_weights import WeightNotFound, store_quantized_weights
+from spaceport.exporter.graph_passes import WeightNotFound, store_quantized_weights
 from spaceport.graphs.contract.formats import FORMATS, Format
 from spaceport.graphs.contract.manifest import MANIFEST_FILE, MODEL_FILE
 from spaceport.graphs.quantization import Quantization, QuantizedWeight

@@ -142,10 +142,13 @@ def test_a_failed_export_leaves_nothing_or_the_old_bundle(target: Path, fault: B
 
 
 def test_an_interrupt_while_the_folder_is_moved_is_deferred(target: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    with pytest.raises(KeyboardInterrupt), writing(target, True) as partial:
+    def fill_folder(partial: Path) -> None:
         fill(partial, b"a new graph")
-        # called after the folder was moved
+        # called next after the folder was moved
         monkeypatch.setattr(atomic_folder, "flush", lambda folder: os.kill(os.getpid(), signal.SIGINT))
+
+    with pytest.raises(KeyboardInterrupt):
+        write(target, True, fill_folder)
     assert graph(target) == b"a new graph"
     assert names(target.parent) == {"bundle"}
 

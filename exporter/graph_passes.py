@@ -54,16 +54,16 @@ _SHARED = 128 * 128  # elements of a constant up to which it is compared with ot
 _ROUNDS = 2  # folded constants let more rules match in the next round
 
 # Shape of a constant, and SHA-256 of its content.
-Key = tuple[tuple[int, ...], bytes]
+_Key = tuple[tuple[int, ...], bytes]
 
 
-def key_of(tensor: ir.TensorProtocol) -> Key:
+def _key_of(tensor: ir.TensorProtocol) -> _Key:
     """The key of a constant: its shape and the digest of its content."""
     content = np.ascontiguousarray(tensor.numpy()).reshape(-1).view(np.uint8)
     return tuple(tensor.shape.numpy()), sha256(content.data).digest()
 
 
-def constant(graph: ir.Graph, name: str, array: NDArray[np.generic] | ir.TensorProtocol) -> ir.Value:
+def _constant(graph: ir.Graph, name: str, array: NDArray[np.generic] | ir.TensorProtocol) -> ir.Value:
     """The initializer with this name, created from the array if missing; a name must determine the content."""
     if name in graph.initializers:
         return graph.initializers[name]
@@ -75,7 +75,7 @@ def constant(graph: ir.Graph, name: str, array: NDArray[np.generic] | ir.TensorP
     return value
 
 
-def lazy(
+def _lazy(
     compute: Callable[[], ir.TensorProtocol], dtype: ir.DataType, shape: Iterable[int], name: str | None = None
 ) -> ir.LazyTensor:
     """A tensor that is computed for each use and never held in memory."""
@@ -103,7 +103,7 @@ def read_lazily(model: ir.Model, parameters: Iterable[Tensor]) -> None:
             value.const_value = _Weight(parameter, tensor)
 
 
-def fold_transpose(node: ir.Node) -> bool | None:
+def _fold_transpose(node: ir.Node) -> bool | None:
     """Decide for onnxscript whether a node is folded, after folding a Transpose of a lazy constant without its values.
 
     It is done here, so that the constants of a graph have the order in which onnxscript folds them."""
@@ -115,7 +115,7 @@ def fold_transpose(node: ir.Node) -> bool | None:
         return False
     order = tuple(node.attributes.get_ints("perm", ()) or range(len(tensor.shape))[::-1])
     old, shape = node.outputs[0], [tensor.shape.numpy()[axis] for axis in order]
-    transposed = lazy(_transposed(tensor, order), tensor.dtype, shape, old.name)
+    transposed = _lazy(_transposed(tensor, order), tensor.dtype, shape, old.name)
     value = ir.Value(name=old.name, type=ir.TensorType(tensor.dtype), shape=ir.Shape(shape), const_value=transposed)
     graph = node.graph
     graph.register_initializer(value)
@@ -168,7 +168,7 @@ def simplify(model: ir.Model) -> None:
     """Fold constants, remove operators without effect, fuse norms and rotary embeddings, and merge equal operators."""
     passes.InlinePass()(model)
     for _ in range(_ROUNDS):
-        optimizer.fold_constants(model, onnx_shape_inference=True, should_fold=fold_transpose)
+        optimizer.fold_constants(model, onnx_shape_inference=True, should_fold=_fold_transpose)
         rewriter.rewrite(model, RULES)
     _merge_equal(model)
     onnx_fusions.fuse(model)
@@ -198,7 +198,7 @@ def fix_reshapes(model: ir.Model) -> None:
         target = _constant_target(node)
         if target is not None:
             name = f"shape_{'_'.join(map(str, target))}".replace("-", "m")
-            node.replace_input_with(1, constant(model.graph, name, np.array(target, np.int64)))
+            node.replace_input_with(1, _constant(model.graph, name, np.array(target, np.int64)))
             node.attributes.pop("allowzero", None)
     passes.RemoveUnusedNodesPass()(model)
 
@@ -239,9 +239,9 @@ def _matmuls_of(model: ir.Model, weights: Mapping[str, Tensor]) -> list[tuple[ir
     """The matmuls with these weights, also transposed, and the names of their linear modules.
 
     Modules with equal weights, as in models with repeated layers, are matched in their order, which is that of the graph."""
-    wanted: dict[Key, list[str]] = defaultdict(list)
+    wanted: dict[_Key, list[str]] = defaultdict(list)
     for name, weight in weights.items():
-        for key in {key_of(ir.tensor(weight)), key_of(ir.tensor(weight.T.contiguous()))}:
+        for key in {_key_of(ir.tensor(weight)), _key_of(ir.tensor(weight.T.contiguous()))}:
             wanted[key].append(name)
     known: dict[int, list[str]] = {}
     taken: Counter[str] = Counter()
@@ -251,7 +251,7 @@ def _matmuls_of(model: ir.Model, weights: Mapping[str, Tensor]) -> list[tuple[ir
         if weight_constant is None or weight_constant.const_value is None:
             continue
         if id(weight_constant) not in known:
-            known[id(weight_constant)] = wanted.get(key_of(weight_constant.const_value), [])
+            known[id(weight_constant)] = wanted.get(_key_of(weight_constant.const_value), [])
         if not (names := known[id(weight_constant)]):
             continue
         index = taken[names[0]] if len(names) > 1 else 0  # one module may be called several times
@@ -268,7 +268,7 @@ def _matmuls_of(model: ir.Model, weights: Mapping[str, Tensor]) -> list[tuple[ir
 
 def _four_bits(codes: Tensor) -> ir.TensorProtocol:
     """Int4 codes, which are packed in pairs when they are written."""
-    return lazy(lambda: ir.tensor(codes.numpy(), ir.DataType.INT4), ir.DataType.INT4, codes.shape)
+    return _lazy(lambda: ir.tensor(codes.numpy(), ir.DataType.INT4), ir.DataType.INT4, codes.shape)
 
 
 def store_quantized_weights(model: ir.Model, quantization: Quantization) -> None:
@@ -278,7 +278,7 @@ def store_quantized_weights(model: ir.Model, quantization: Quantization) -> None
         layer = quantization.layers[name]
         codes = _four_bits(layer.codes) if quantization.weights == "int4" else ir.tensor(layer.codes)
         stored = [
-            constant(model.graph, f"{name}.{part}", tensor)
+            _constant(model.graph, f"{name}.{part}", tensor)
             for part, tensor in (("codes", codes), ("scale", ir.tensor(layer.scale)))
         ]
         blocks = {"axis": 1} if layer.block is None else {"axis": 0, "block_size": layer.block}
@@ -316,15 +316,15 @@ def store_native_products(model: ir.Model, traced: PreTrainedModel, format_name:
     weights = {name: values_of(traced.get_submodule(name).weight) for name in matrices}  # type: ignore[arg-type]
     for node, name in _matmuls_of(model, weights):
         matrix, graph = matrices[name], model.graph
-        packed = lazy(partial(_packed, matrix), ir.DataType.UINT8, (matrix.bytes,))
-        width = constant(graph, f"native.width.{matrix.outputs}", ir.tensor(np.array([matrix.outputs], np.int64)))
-        inputs = constant(graph, f"native.inputs.{matrix.inputs}", ir.tensor(np.array([-1, matrix.inputs], np.int64)))
+        packed = _lazy(partial(_packed, matrix), ir.DataType.UINT8, (matrix.bytes,))
+        width = _constant(graph, f"native.width.{matrix.outputs}", np.array([matrix.outputs], np.int64))
+        inputs = _constant(graph, f"native.inputs.{matrix.inputs}", np.array([-1, matrix.inputs], np.int64))
         shape = ir.node("Shape", [node.inputs[0]], {"start": 0, "end": -1})
         flat = ir.node("Reshape", [node.inputs[0], inputs])
         bias = node.inputs[2] if node.op_type == "Gemm" and len(node.inputs) > 2 else None
         product = ir.node(
             "NormProduct",
-            [flat.outputs[0], None, None, constant(graph, f"{name}.packed", packed), bias],
+            [flat.outputs[0], None, None, _constant(graph, f"{name}.packed", packed), bias],
             {
                 "norm": "none",
                 "epsilon": 0.0,

@@ -2,26 +2,48 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any, cast
+from typing import Any, BinaryIO, cast
 
 import numpy as np
-from onnx import TensorProto
+import onnx
+import torch
+from numpy.typing import NDArray
+from onnx import TensorProto, helper, numpy_helper
 from torch import Tensor, nn
 
-from spaceport.exporter.graph_writer import NO_NORM, GraphWriter
-from spaceport.exporter.native_weights import MOST_OTHERS, Weights, other_rows, rounded
-from spaceport.graphs.contract.manifest import DATA_FILE
-from spaceport.graphs.contract.signature import Signature
+from spaceport.exporter.native_weights import (
+    MOST_OTHERS,
+    Matrix,
+    Weights,
+    gate_matrix,
+    other_rows,
+    padded_width,
+    rounded,
+    stacked,
+)
+from spaceport.graphs.contract.manifest import DATA_FILE, MODEL_FILE
+from spaceport.graphs.contract.signature import DTYPES, Signature
+from spaceport.graphs.contract.signature import Tensor as SignatureTensor
 from spaceport.graphs.decoder import layer_output_name
 from spaceport.graphs.gated import GatedLinear
 from spaceport.graphs.heads import DraftHeads
-from spaceport.graphs.parts import DecoderParts, Experts, LayerParts, Norm
+from spaceport.graphs.parts import BLOCK, DecoderParts, Experts, LayerParts, Linear, Mlp, Norm
+from spaceport.kernels.functions import SMALLEST, add_functions
+from spaceport.kernels.native_library import DOMAIN, VERSION
+from spaceport.kernels.packing import gate_order
+
+OPSET, _IR_VERSION = 23, 11
+_RANK_MULTIPLE = 32
+_ALIGNMENT = 4096  # of weights in their file, so that they are mapped
+
+FusedNorm = tuple[list[str], dict[str, Any]]  # inputs and attributes of a norm that is part of a product
+NO_NORM: FusedNorm = (["", ""], {"norm": "none", "epsilon": 0.0})
 
 
-class NativeGraph(GraphWriter):
-    """The graph of a model."""
+class NativeGraph:
+    """The graph of a model and, in the file beside it, its weights; methods that add nodes return the names of their outputs."""
 
     def __init__(
         self,
@@ -32,42 +54,273 @@ class NativeGraph(GraphWriter):
         input_rows: tuple[tuple[int, ...], Tensor] | None = None,
         heads: DraftHeads | None = None,
     ) -> None:
-        super().__init__(folder, signature, weights)
-        self.parts, self.input_rows, self.heads = parts, input_rows, heads
+        self.folder, self.parts, self.signature, self.weights = folder, parts, signature, weights
+        self.input_rows, self.heads = input_rows, heads
+        self.nodes: list[onnx.NodeProto] = []
+        self.initializers: dict[str, onnx.TensorProto] = {}
+        self.formats: dict[str, str] = {}  # by matrix
+        self.values = 0  # whose names end in their number
+        self.adapted = ""  # the indices of the rows on which adapters act
         self.merged = 0  # weights of an input embedding that were not written, since the output embedding has them
+        self.file: BinaryIO  # of weights, while the graph is written
 
-    def write(self) -> None:
-        """Write the graph, and its weights in the file beside it."""
-        with (self.folder / DATA_FILE).open("wb") as self.file:
-            self._nodes()
-        self._write_model()
+    # Nodes and constants
 
-    def _nodes(self) -> None:
-        parts = self.parts
-        shared = self.weights.one_table(parts)
-        if shared and not parts.tied:
-            self.merged = parts.embedding.weight.numel()
-        weight = parts.head.module.weight if shared else parts.embedding.weight
-        table = self.weights.table(weight, output=shared)
-        embedding = self._matrix("embedding", table)
-        self._add(
-            "Embed",
-            ["input_ids", embedding],
-            ["embedded"],
-            format=table.format.name,
-            vocabulary=table.outputs,
-            width=table.inputs,
-            scale=parts.embedding_scale,
+    def _norm(self, name: str, norm: Norm | None) -> FusedNorm:
+        if norm is None:
+            return NO_NORM
+        inputs = [self._vector(f"{name}.gain", norm.gain), self._optional(f"{name}.bias", norm.bias)]
+        return inputs, {"norm": norm.kind, "epsilon": norm.epsilon}
+
+    def _standard_norm(self, x: str, name: str, norm: Norm) -> str:
+        gain = self._vector(f"{name}.gain", norm.gain)
+        if norm.gain.dim() == 2:  # layer norms of heads
+            heads, size = norm.gain.shape
+            apart = self._standard("Reshape", x, self._integers(0, heads, size))
+            ones = self._vector(f"ones.{size}", np.ones(size, np.float32))
+            y = self._standard("LayerNormalization", apart, ones, axis=-1, epsilon=norm.epsilon)
+            y = self._standard("Mul", y, gain)
+            y = y if norm.bias is None else self._standard("Add", y, self._vector(f"{name}.bias", norm.bias))
+            return self._standard("Reshape", y, self._integers(0, heads * size))
+        if norm.kind == "rms":
+            return self._standard("RMSNormalization", x, gain, axis=-1, epsilon=norm.epsilon)
+        bias = [self._vector(f"{name}.bias", norm.bias)] if norm.bias is not None else []
+        return self._standard("LayerNormalization", x, gain, *bias, axis=-1, epsilon=norm.epsilon)
+
+    def _add(self, kind: str, inputs: list[str], outputs: list[str], **attributes: Any) -> None:
+        self._several(kind, inputs, outputs, **attributes)
+        self.nodes[-1].name, self.nodes[-1].domain = outputs[0], DOMAIN
+
+    def _standard(self, kind: str, *inputs: str, to: str | None = None, **attributes: Any) -> str:
+        output = to or self._value(kind.lower())
+        self._several(kind, inputs, [output], **attributes)
+        return output
+
+    def _several(self, kind: str, inputs: Sequence[str], outputs: Sequence[str], **attributes: Any) -> None:
+        node = helper.make_node(kind, inputs, outputs)
+        node.attribute.extend(helper.make_attribute(name, value) for name, value in attributes.items())
+        self.nodes.append(node)
+
+    def _value(self, name: str) -> str:
+        self.values += 1
+        return f"{name}.{self.values}"
+
+    def _integers(self, *values: int) -> str:
+        name = f"integers.{'.'.join(map(str, values))}"
+        return self._constant(name, np.array(values, np.int64))
+
+    def _scalar(self, value: int) -> str:
+        return self._constant(f"integer.{value}", np.array(value, np.int64))
+
+    def _number(self, value: float) -> str:
+        return self._vector(f"number.{value}", np.float32(value))
+
+    def _optional(self, name: str, values: Tensor | None) -> str:
+        return "" if values is None else self._vector(name, values)
+
+    def _vector(self, name: str, values: Tensor | NDArray[np.float32] | np.float32) -> str:
+        array = values.detach().float().numpy() if isinstance(values, Tensor) else values
+        return self._constant(name, np.ascontiguousarray(array, np.float32))
+
+    def _constant(self, name: str, values: NDArray[Any]) -> str:
+        if name not in self.initializers:
+            self.initializers[name] = numpy_helper.from_array(values, name)
+        return name
+
+    def _matrix(self, name: str, *matrices: Matrix) -> str:
+        """A constant in the file of weights: a matrix, or one for each expert."""
+        self.file.write(bytes(-self.file.tell() % _ALIGNMENT))
+        begin, matrix = self.file.tell(), matrices[0]
+        for part in (part for each in matrices for part in each.packed()):
+            self.file.write(part.tobytes())
+        length = self.file.tell() - begin
+        assert length == matrix.bytes * len(matrices)
+        dims = [length] if len(matrices) == 1 else [len(matrices), matrix.bytes]
+        tensor = TensorProto(name=name, data_type=TensorProto.UINT8, dims=dims, data_location=TensorProto.EXTERNAL)
+        for key, value in (("location", DATA_FILE), ("offset", begin), ("length", length)):
+            entry = tensor.external_data.add()
+            entry.key, entry.value = key, str(value)
+        self.initializers[name] = tensor
+        self.formats[name] = matrix.format.name
+        return name
+
+    # Products with their adapters, MLPs and mixtures of experts
+
+    def _norm_product(
+        self, name: str, x: str, linears: Sequence[Linear], norm: FusedNorm = NO_NORM, activation: str = "none"
+    ) -> str:
+        matrices = [self.weights.linear(linear) for linear in linears]
+        inputs = []
+        for number, (linear, matrix) in enumerate(zip(linears, matrices, strict=True)):
+            inputs += [self._matrix(f"{name}.{number}", matrix), self._optional(f"{name}.{number}.bias", linear.bias)]
+        rank, adapter = self._adapter(name, linears, None)
+        inputs += [""] * (6 - len(inputs)) + adapter
+        widths = [matrix.outputs for matrix in matrices]
+        formats = ",".join(matrix.format.name for matrix in matrices)
+        products = {"widths": widths, "formats": formats, "activation": activation, "rank": rank}
+        return self._fused("NormProduct", name, x, inputs, norm, **products)
+
+    def _fused(self, kind: str, name: str, x: str, weights: Sequence[str], norm: FusedNorm, **attributes: Any) -> str:
+        """A node whose products have the norm of their input."""
+        inputs, of_norm = norm
+        self._add(kind, [x, *inputs, *weights], [name], **attributes, **of_norm)
+        return name
+
+    def _plain_product(self, name: str, x: str, weights: Sequence[str], outputs: int, form: str) -> str:
+        one = {"widths": [outputs], "formats": form}
+        return self._fused("NormProduct", name, x, weights, NO_NORM, **one, activation="none", rank=0)
+
+    def _add_product(self, name: str, x: str, residual: str, linear: Linear, norm: Norm | None) -> str:
+        """The residual plus a product, which may have a norm of its own."""
+        matrix = self.weights.linear(linear)
+        if norm is not None:
+            product = self._norm_product(f"{name}.product", x, [linear])
+            return self._standard("Add", residual, self._standard_norm(product, f"{name}.norm", norm), to=name)
+        rank, adapter = self._adapter(name, [linear], None)
+        bias = self._optional(f"{name}.bias", linear.bias)
+        inputs = [x, residual, self._matrix(f"{name}.weights", matrix), bias, *adapter]
+        self._add("AddProduct", inputs, [name], format=matrix.format.name, width=matrix.outputs, rank=rank)
+        return name
+
+    def _adapter(
+        self, name: str, linears: Sequence[Linear], order: Callable[[Tensor], Tensor] | None
+    ) -> tuple[int, list[str]]:
+        """The rank of the adapters of linear modules together, and their inputs: down, and up, whose blocks are apart."""
+        gated = [linear.module for linear in linears if isinstance(linear.module, GatedLinear)]
+        if not gated:
+            return 0, []
+        rank = sum(len(module.A) for module in gated)
+        padded = -(-rank // _RANK_MULTIPLE) * _RANK_MULTIPLE
+        inputs = -(-gated[0].in_features // BLOCK) * BLOCK
+        down = torch.zeros(padded, inputs)
+        up = torch.zeros(sum(linear.outputs for linear in linears), padded)
+        row = column = 0
+        for linear in linears:
+            if isinstance(module := linear.module, GatedLinear):
+                own = len(module.A)
+                down[column : column + own, : module.in_features] = module.A.detach().float()
+                product = linear.scaled(linear.ordered(module.B.detach().float() * module.scale))
+                up[row : row + linear.outputs, column : column + own] = product
+                column += own
+            row += linear.outputs
+        up = up if order is None else order(up)
+        return padded, [
+            self.adapted,
+            self._matrix(f"{name}.down", rounded(down, "int8")),
+            self._matrix(f"{name}.up", rounded(up, "int8")),
+        ]
+
+    @staticmethod
+    def _gate_order(values: Tensor) -> Tensor:
+        """Values of a gate and of up below it (first axis), in the order of GateProduct."""
+        width = len(values) // 2
+        padding = [0, 0] * (values.dim() - 1) + [0, padded_width(width) - width]
+        halves = [torch.nn.functional.pad(half, padding) for half in values.chunk(2)]
+        return torch.cat(halves)[gate_order(padded_width(width))]
+
+    def _mlp(self, name: str, x: str, mlp: Mlp, norm: FusedNorm = NO_NORM) -> str:
+        """What the MLP has before its last product."""
+        if not mlp.gated:
+            return self._norm_product(name, x, mlp.up, norm, mlp.activation)
+        matrices = [self.weights.linear(linear) for linear in mlp.up]
+        if len({matrix.format.name for matrix in matrices}) > 1:
+            states = [
+                self._norm_product(f"{name}.{part}", x, [linear], norm, activation)
+                for part, linear, activation in zip(("gate", "up"), mlp.up, (mlp.activation, "none"), strict=True)
+            ]
+            product, width = self._standard("Mul", *states), matrices[0].outputs
+            padding = padded_width(width) - width
+            return self._standard("Pad", product, self._integers(0, 0, 0, padding)) if padding else product
+        both = gate_matrix(stacked(matrices))
+        biases = [linear.bias for linear in mlp.up]
+        bias = None
+        if biases[0] is not None:
+            bias = self._gate_order(torch.cat([each for each in biases if each is not None]))
+        rank, adapter = self._adapter(name, mlp.up, self._gate_order)
+        inputs = [self._matrix(f"{name}.gate_up", both), self._optional(f"{name}.bias", bias), *adapter]
+        return self._gate_product(name, x, inputs, both, mlp.activation, norm, rank)
+
+    def _gate_product(
+        self, name: str, x: str, weights: Sequence[str], matrix: Matrix, activation: str, norm: FusedNorm, rank: int
+    ) -> str:
+        one = {"format": matrix.format.name, "width": matrix.outputs // 2, "activation": activation, "rank": rank}
+        return self._fused("GateProduct", name, x, weights, norm, **one)
+
+    def _experts(self, name: str, x: str, residual: str, experts: Experts, output: str) -> str:
+        """The residual plus what the chosen experts of each row add, in the order of experts."""
+        start = residual
+        if experts.shared is not None and experts.shared_share is not None:
+            start = self._standard("Add", residual, self._shared_expert(name, x, experts.shared, experts.shared_share))
+        shares, chosen = self._routed(name, x, experts)
+        used = self._value(f"{name}.used")
+        self._several("Unique", [self._standard("Reshape", chosen, self._integers(-1))], [used], sorted=1)
+        count = self._standard("Squeeze", self._standard("Shape", used))
+        body = self._expert_body(name, experts, used, shares, chosen, x)
+        self._several("Loop", [count, "", start], [output], body=body)
+        return output
+
+    def _routed(self, name: str, x: str, experts: Experts) -> tuple[str, str]:
+        """The shares and indices of the experts of each row: rows x chosen experts.
+
+        The input and the weights are split into what 8 bits hold and the rest: rounded to 8 bits, many rows would choose
+        other experts."""
+        blocks = self._standard("Reshape", x, self._integers(0, -1, BLOCK))
+        top = self._standard("ReduceMax", self._standard("Abs", blocks), self._integers(-1), keepdims=1)
+        step = self._standard("Max", self._standard("Div", top, self._number(127)), self._number(SMALLEST))
+        high = self._standard("Mul", self._standard("Round", self._standard("Div", blocks, step)), step)
+        low = self._standard("Sub", blocks, high)
+        flat = [self._standard("Reshape", part, self._integers(0, -1)) for part in (high, low)]
+        weight = experts.router
+        rest = weight - torch.from_numpy(rounded(weight, "int8").read(np.arange(len(weight))).dequantized())
+        matrix = rounded(torch.cat([weight, weight, rest], 1), "int8")
+        both = self._standard("Concat", *flat, flat[0], axis=1)
+        weights = self._matrix(f"{name}.router.weights", matrix)
+        logits = self._plain_product(f"{name}.router", both, [weights], matrix.outputs, matrix.format.name)
+        if not experts.normalized:
+            logits = self._standard("Softmax", logits, axis=-1)
+        shares, chosen = self._value(f"{name}.shares"), self._value(f"{name}.chosen")
+        self._several("TopK", [logits, self._integers(experts.chosen)], [shares, chosen], axis=-1)
+        return self._standard("Softmax", shares, axis=-1) if experts.normalized else shares, chosen
+
+    def _shared_expert(self, name: str, x: str, mlp: Mlp, share: Linear) -> str:
+        states = self._mlp(f"{name}.shared.up", x, mlp)
+        product = self._norm_product(f"{name}.shared.down", states, [mlp.down])
+        logit = self._norm_product(f"{name}.shared.share", x, [share])
+        # the logistic function, but of whole rows
+        both = self._standard("Softmax", self._standard("Pad", logit, self._integers(0, 0, 0, 1)), axis=-1)
+        return self._standard("Mul", product, self._standard("Slice", both, *map(self._integers, (0, 1, 1))))
+
+    def _expert_body(self, name: str, experts: Experts, used: str, shares: str, chosen: str, x: str) -> onnx.GraphProto:
+        """Adds what one expert gives to the rows that chose it: there is at least one."""
+        gates, downs = experts.weights("gate_up_proj"), experts.weights("down_proj")
+        gate_up = [gate_matrix(rounded(each, self.weights.format_name)) for each in gates]
+        down = [rounded(each, self.weights.format_name) for each in downs]
+        stacks = [
+            self._matrix(f"{name}.experts.{part}", *each) for part, each in (("gate_up", gate_up), ("down", down))
+        ]
+        outer, self.nodes = self.nodes, []
+        expert = self._standard("Gather", used, f"{name}.turn")
+        places = self._standard("NonZero", self._standard("Equal", chosen, expert))
+        rows = self._standard("Gather", places, self._scalar(0))
+        weights = [self._standard("Gather", stack, expert) for stack in stacks]
+        own = self._standard("Gather", x, rows)
+        gated = self._gate_product(
+            f"{name}.experts.gated", own, [weights[0]], gate_up[0], experts.activation, NO_NORM, 0
         )
-        x = self._replaced_rows("embedded", self._own_rows(shared))
-        self._rotations()
-        self._adapted_rows()
-        for index, layer in enumerate(parts.layers):
-            x = self._layer(index, layer, x)
-        head = embedding
-        if not shared:
-            head = self._matrix("head", self.weights.table(parts.head.module.weight, output=True))
-        self._logits(x, head)
+        product = self._plain_product(
+            f"{name}.experts.product", gated, [weights[1]], down[0].outputs, down[0].format.name
+        )
+        share = self._standard("GatherND", shares, self._standard("Transpose", places))
+        product = self._standard("Mul", product, self._standard("Unsqueeze", share, self._integers(1)))
+        index, before, after = self._standard("Unsqueeze", rows, self._integers(1)), f"{name}.before", f"{name}.after"
+        self._standard("ScatterND", before, index, product, to=after, reduction="add")
+        going = [self._standard("Identity", f"{name}.going", to=f"{name}.goes_on")]
+        body, self.nodes = self.nodes, outer
+        info, width = helper.make_tensor_value_info, downs.shape[1]
+        inputs = [info(f"{name}.turn", TensorProto.INT64, []), info(f"{name}.going", TensorProto.BOOL, [])]
+        outputs = [info(each, TensorProto.BOOL, []) for each in going]
+        states = [info(each, TensorProto.FLOAT, [None, width]) for each in (before, after)]
+        return helper.make_graph(body, f"{name}.expert", [*inputs, states[0]], [*outputs, states[1]])
 
     # Before and after the layers
 
@@ -225,3 +478,49 @@ class NativeGraph(GraphWriter):
             for value, part, norm in zip((q, k), "qk", norms, strict=True)
         )
         return self._standard("Concat", q, k, v, axis=1)
+
+    # The whole graph
+
+    def _nodes(self) -> None:
+        parts = self.parts
+        shared = self.weights.one_table(parts)
+        if shared and not parts.tied:
+            self.merged = parts.embedding.weight.numel()
+        weight = parts.head.module.weight if shared else parts.embedding.weight
+        table = self.weights.table(weight, output=shared)
+        embedding = self._matrix("embedding", table)
+        self._add(
+            "Embed",
+            ["input_ids", embedding],
+            ["embedded"],
+            format=table.format.name,
+            vocabulary=table.outputs,
+            width=table.inputs,
+            scale=parts.embedding_scale,
+        )
+        x = self._replaced_rows("embedded", self._own_rows(shared))
+        self._rotations()
+        self._adapted_rows()
+        for index, layer in enumerate(parts.layers):
+            x = self._layer(index, layer, x)
+        head = embedding
+        if not shared:
+            head = self._matrix("head", self.weights.table(parts.head.module.weight, output=True))
+        self._logits(x, head)
+
+    def _write_model(self) -> None:
+        def infos(tensors: Sequence[SignatureTensor]) -> list[onnx.ValueInfoProto]:
+            return [helper.make_tensor_value_info(t.name, DTYPES[t.dtype].onnx, t.shape) for t in tensors]
+
+        inputs, outputs = (infos(tensors) for tensors in (self.signature.inputs, self.signature.outputs))
+        graph = helper.make_graph(self.nodes, "decoder", inputs, outputs, list(self.initializers.values()))
+        opsets = [helper.make_opsetid("", OPSET), helper.make_opsetid(DOMAIN, VERSION)]
+        model = helper.make_model(graph, opset_imports=opsets, ir_version=_IR_VERSION)
+        add_functions(model)
+        (self.folder / MODEL_FILE).write_bytes(model.SerializeToString())
+
+    def write(self) -> None:
+        """Write the graph, and its weights in the file beside it."""
+        with (self.folder / DATA_FILE).open("wb") as self.file:
+            self._nodes()
+        self._write_model()

@@ -16,8 +16,14 @@ from onnx import TensorProto, helper
 from torch import Tensor, nn
 from torch._dynamo import config as dynamo
 
-from spaceport.exporter.graph_passes import fix_reshapes, read_lazily, simplify
-from spaceport.exporter.quantized_weights import WeightNotFound, store_native_products, store_quantized_weights
+from spaceport.exporter.graph_passes import (
+    WeightNotFound,
+    fix_reshapes,
+    read_lazily,
+    simplify,
+    store_native_products,
+    store_quantized_weights,
+)
 from spaceport.exporter.tensorrt.append_graph import contract_mismatch
 from spaceport.graphs.attention import hooked
 from spaceport.graphs.contract.faults import InputFault

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import errno
 import os
-import shutil
 import signal
 import subprocess
 import sys
@@ -143,9 +142,13 @@ def test_a_failed_export_leaves_nothing_or_the_old_bundle(target: Path, fault: B
 
 
 def test_an_interrupt_while_the_folder_is_moved_is_deferred(target: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(atomic_folder, "flush", lambda folder: os.kill(os.getpid(), signal.SIGINT))
+    def fill_folder(partial: Path) -> None:
+        fill(partial, b"a new graph")
+        # called next after the folder was moved
+        monkeypatch.setattr(atomic_folder, "flush", lambda folder: os.kill(os.getpid(), signal.SIGINT))
+
     with pytest.raises(KeyboardInterrupt):
-        write(target, True, lambda partial: fill(partial, b"a new graph"))
+        write(target, True, fill_folder)
     assert graph(target) == b"a new graph"
     assert names(target.parent) == {"bundle"}
 
@@ -170,26 +173,21 @@ def refused(target: Path, overwrite: bool, message: str) -> None:
 
 
 @pytest.mark.parametrize("overwrite", [True, False])
-def test_a_target_that_is_not_a_bundle_is_never_replaced(tmp_path: Path, overwrite: bool) -> None:
-    other = tmp_path / "other"
+def test_a_bundle_is_replaced_only_with_overwrite_and_another_target_never(target: Path, overwrite: bool) -> None:
+    if not overwrite:
+        refused(target, False, "a bundle exists there: replace it with --overwrite")
+    other = target.with_name("other")
     other.mkdir()
     (other / "thesis.txt").write_text("years of work")
     refused(other, overwrite, "contains files but no bundle: choose another name, these files would be lost")
     assert names(other) == {"thesis.txt"}
     refused(other / "thesis.txt", overwrite, "exists and is not a folder: choose another name")
     assert (other / "thesis.txt").read_text() == "years of work"
-    for goal in (other, other / "thesis.txt", tmp_path / "nowhere"):
-        link = tmp_path / f"link to {goal.name}"
+    for goal in (other, other / "thesis.txt", target, target.with_name("nowhere")):
+        link = target.with_name(f"link to {goal.name}")
         link.symlink_to(goal)
         refused(link, overwrite, "exists and is not a folder: choose another name")
         assert link.readlink() == goal
-
-
-def test_a_bundle_is_replaced_only_with_overwrite_and_a_link_to_one_never(target: Path) -> None:
-    refused(target, False, "a bundle exists there: replace it with --overwrite")
-    link = target.with_name("link")
-    link.symlink_to(target)
-    refused(link, True, "exists and is not a folder")
     assert graph(target) == b"the old graph"
 
 
@@ -224,28 +222,13 @@ def started(target: Path) -> subprocess.Popen[str]:
     return process
 
 
-def test_the_remains_of_a_killed_export_are_removed_by_the_next(target: Path) -> None:
-    dead = started(target)
-    (left,) = names(target.parent) - {"bundle"}
+def test_an_export_removes_the_remains_of_a_killed_one_and_does_not_disturb_a_running_one(target: Path) -> None:
+    dead, alive = started(target), started(target)
     dead.send_signal(signal.SIGKILL)
     dead.communicate()
-    assert graph(target) == b"the old graph"
-    elsewhere = target.with_name(left.replace("partial-", "partial-another.machine."))
-    other = target.with_name(left.replace("bundle", "bundle2"))
-    for folder in (elsewhere, other):
-        shutil.copytree(target.with_name(left), folder)
     with writing(target, overwrite=True) as partial:
-        assert names(target.parent) == {"bundle", partial.name, elsewhere.name, other.name}
-        fill(partial, b"a new graph")
-    assert graph(target) == b"a new graph"
-    with writing(other.with_name("bundle2"), overwrite=False) as partial:
-        assert names(target.parent) == {"bundle", partial.name, elsewhere.name}
-        fill(partial)
-
-
-def test_a_running_export_is_not_disturbed(target: Path) -> None:
-    alive = started(target)
-    with writing(target, overwrite=True) as partial:
+        others = names(target.parent) - {"bundle", partial.name}
+        assert [f"-{alive.pid}-" in name for name in others] == [True]
         fill(partial, b"a new graph")
     assert graph(target) == b"a new graph"
     alive.communicate()

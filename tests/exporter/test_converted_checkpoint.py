@@ -16,13 +16,10 @@ from torch import Tensor
 from spaceport.exporter.checkpoint import Checkpoint, TokenFlags, load_model, open_checkpoint, quiet_libraries
 from spaceport.exporter.checkpoint_files import require_checkpoint, weight_files
 from spaceport.exporter.converted_checkpoint import read_state
-from spaceport.exporter.export import ExportOptions
 from spaceport.graphs.contract.faults import CheckpointError
-from spaceport.runtime import Decoding, Runtime
 from spaceport.training.job import TuningJob
 from spaceport.training.settings import TrainingSettings
 from spaceport.training.tuning import train
-from support.exported import bundle_of
 from support.published_checkpoints import CONFIGS, Format, Published, published, write_published, write_weights
 from support.published_models import chatglm_logits, internlm_logits, qwen_logits
 from support.small_tokenizers import varied_texts
@@ -145,29 +142,6 @@ def test_other_families_and_folders_without_weights_or_tokenizer_are_refused(tmp
     (folder / "qwen.tiktoken").unlink()
     with pytest.raises(CheckpointError, match="no tokenizer in it"):
         opened(folder)
-
-
-MASKS = {"chatglm": "[MASK]", "internlm": "<TOKENS_UNUSED_2>", "qwen": "<|extra_0|>"}
-PROMPTS = ("the answer", "你好 def f(x):\n")
-
-
-@pytest.mark.nightly
-@pytest.mark.parametrize("family", MASKS)
-def test_drafted_and_plain_decoding_give_the_same_tokens(family: str, tmp_path: Path) -> None:
-    folder = write_published(tmp_path / "published", published(family))
-    tokens = TokenFlags(mask=(MASKS[family],), max_mask_slots=3)
-    bundle = bundle_of(folder, ExportOptions(tokens=tokens))
-    with Runtime.open(bundle) as runtime:
-        assert runtime.bundle.manifest.max_positions == 256
-        for prompt in PROMPTS:
-            plain = runtime.generate(prompt, Decoding(max_tokens=32, mask_slots=0, lookup=0))
-            assert runtime.generate(prompt, Decoding(max_tokens=32)).tokens == plain.tokens
-            ids = list(runtime.tokenizer.encode(prompt).ids)
-            found = [
-                int(reference_logits(published(family), [*ids, *plain.tokens[:count]])[-1].argmax())
-                for count in range(9)
-            ]
-            assert found == list(plain.tokens[:9])
 
 
 @pytest.mark.parametrize(("family", "loaded"), [("chatglm", "glm"), ("internlm", "llama"), ("qwen", "qwen2")])

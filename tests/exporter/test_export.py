@@ -86,23 +86,22 @@ def test_token_ids_beyond_the_tokenizers_vocabulary_can_be_decoded(tiny_bundle: 
 
 
 @pytest.mark.parametrize(
-    ("flags", "mask", "slots"),
+    ("sar", "flags", "mask", "slots"),
     [
-        (TokenFlags(), (4,), 5),
-        (TokenFlags(mask=("7",)), (7,), 5),
-        (TokenFlags(mask=("[M]",), max_mask_slots=3), (4,), 3),
-        (TokenFlags(mask=("630", "631"), max_mask_slots=2), (630, 631), 2),
+        ({}, TokenFlags(), (4,), 5),
+        ({}, TokenFlags(mask=("7",)), (7,), 5),
+        ({}, TokenFlags(mask=("[M]",), max_mask_slots=3), (4,), 3),
+        ({}, TokenFlags(mask=("630", "631"), max_mask_slots=2), (630, 631), 2),
+        (None, TokenFlags(), (), 0),
+        (None, TokenFlags(mask=("630",)), (630,), 5),  # the published number
+        (None, TokenFlags(mask=("630", "631", "632")), (630, 631, 632), 3),
     ],
 )
-def test_flags_override_the_checkpoints_tokens(flags: TokenFlags, mask: tuple[int, ...], slots: int) -> None:
-    found = open_checkpoint(TINY, flags)
+def test_flags_override_the_checkpoints_tokens(
+    sar: dict[str, Any] | None, flags: TokenFlags, mask: tuple[int, ...], slots: int, tmp_path: Path
+) -> None:
+    found = open_checkpoint(copy_of_tiny(tmp_path / "c", sar_config=sar), flags)
     assert (found.tokens.mask, found.drafts.mask_slots) == (mask, slots)
-
-
-def test_the_number_of_mask_slots_defaults_to_the_published_one(tmp_path: Path) -> None:
-    folder = copy_of_tiny(tmp_path / "c", sar_config=None)
-    for mask, slots in ((("630",), 5), (("630", "631", "632"), 3)):
-        assert open_checkpoint(folder, TokenFlags(mask=mask)).drafts.mask_slots == slots
 
 
 @pytest.mark.parametrize(
@@ -144,12 +143,6 @@ def test_measured_acceptance_is_exported_unless_other_mask_tokens_are_named(tmp_
     save_acceptance(folder, newer := replace(greedy, rates=(0.75,)))
     assert open_checkpoint(folder, TokenFlags()).drafts.acceptance == (newer, measured)
     assert open_checkpoint(TINY, TokenFlags()).drafts.acceptance == ()
-
-
-@pytest.mark.usefixtures("_untraced")
-def test_a_checkpoint_without_mask_token_has_no_mask_slots(tmp_path: Path) -> None:
-    manifest = export(copy_of_tiny(tmp_path / "plain", sar_config=None), tmp_path / "bundle", ExportOptions())
-    assert (manifest.tokens.mask, manifest.drafts.mask_slots, manifest.drafts.acceptance) == ((), 0, ())
 
 
 def test_fork_and_child_tokens_are_exported(tmp_path: Path) -> None:

@@ -90,7 +90,7 @@ BROKEN = {
     ),
     "alignment of another type": (content((entry("general.alignment", 0, b"\x20"),)), "general.alignment is 32, not"),
     "huge tensor": (content((), (tensor("a", (2**40, 2**40)),), 16), f"tensor a ends at byte {2**82 + 96}, the file"),
-    "text that is not UTF-8": (content((entry("a", 8, text(b"\xff")),)), "a at byte 53 is not UTF-8"),
+    "text that is not UTF-8": (content((entry("a", 8, text(b"\xff")),)), "a at byte 45 is not UTF-8"),
     "key that is not UTF-8": (
         content((text(b"\xff") + struct.pack("<I", 7) + b"1",)),
         "a metadata key at byte 32 is not UTF-8",

@@ -76,8 +76,8 @@ def test_equal_operators_are_merged_and_those_without_effect_removed() -> None:
 def test_a_constant_reshape_target_fits_every_size(before: Sizes, after: Sizes, target: list[int] | None) -> None:
     nodes = [op("Shape", ["like"], ["shape"]), op("Reshape", ["x", "shape"], ["y"], allowzero=1)]
     plain = model_of(nodes, {"x": before, "like": after}, {"y": after}, {"unused": np.zeros(1)})
-    count, model = changed(plain, fix_reshapes, check=False)
-    assert (count, operators(model)) == ((1, ["Reshape"]) if target else (0, ["Shape", "Reshape"]))
+    _, model = changed(plain, fix_reshapes, check=False)
+    assert operators(model) == (["Reshape"] if target else ["Shape", "Reshape"])
     if target is None:
         return
     assert [numpy_helper.to_array(tensor).tolist() for tensor in model.graph.initializer] == [target]

@@ -18,7 +18,7 @@ from numpy.typing import NDArray
 from onnx import TensorProto, helper
 from transformers import PreTrainedModel
 
-from spaceport.exporter.graph_writer import OPSET, GraphWriter
+from spaceport.exporter.native_graph import OPSET, NativeGraph
 from spaceport.exporter.native_weights import Matrix, RoundedWeights, rounded
 from spaceport.graphs import find_parts
 from spaceport.graphs.contract.manifest import DATA_FILE, MODEL_FILE
@@ -289,10 +289,11 @@ def test_a_table_is_stored_once_though_the_input_rows_of_some_tokens_are_others(
 def test_a_router_chooses_experts_with_16_bits(tmp_path: Path) -> None:
     dice = torch.Generator().manual_seed(0)
     x = torch.randn(500, 64, generator=dice)
-    (layer, *_) = native("qwen3_moe").parts.layers
-    assert isinstance(layer.mlp, Experts)
-    experts = replace(layer.mlp, router=torch.randn(16, 64, generator=dice), normalized=True)
-    writer = GraphWriter(tmp_path, native("qwen3_moe").signature, RoundedWeights("int8"))
+    mlp = native("qwen3_moe").parts.layers[0].mlp
+    assert isinstance(mlp, Experts)
+    experts = replace(mlp, router=torch.randn(16, 64, generator=dice), normalized=True)
+    model = native("qwen3_moe")
+    writer = NativeGraph(tmp_path, model.parts, model.signature, RoundedWeights("int8"))
     with (tmp_path / DATA_FILE).open("wb") as writer.file:
         names = writer._routed("router", "x", experts)
     value = helper.make_tensor_value_info

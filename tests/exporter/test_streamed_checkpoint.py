@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 from transformers import AutoModelForCausalLM, LlamaConfig
 
-from spaceport.exporter.checkpoint import TokenFlags, load_model, open_checkpoint
+from spaceport.exporter.checkpoint import open_checkpoint
 from spaceport.exporter.export import ExportOptions, build_decoder
 from spaceport.exporter.to_onnx import to_onnx
 from spaceport.graphs.contract.formats import FORMATS
@@ -35,8 +35,9 @@ def decoders(checkpoint: Path, options: ExportOptions, scratch: Path) -> Iterato
     """The module that is exported, with weights in memory and with streamed weights."""
     for folder in (None, scratch):
         decoder, _ = build_decoder(open_checkpoint(checkpoint, options.tokens), options, scratch=folder)
-        streamed = [name for name, tensor in decoder.named_parameters() if source_of(tensor) is not None]
-        assert bool(streamed) == (folder is not None)
+        streamed = {name for name, tensor in decoder.named_parameters() if source_of(tensor) is not None}
+        matrices = {name for name, tensor in decoder.named_parameters() if tensor.dim() > 1}
+        assert streamed == (matrices if folder is not None else set())
         yield decoder
 
 
@@ -88,11 +89,6 @@ def saved(family: str, folder: Path) -> Path:
     kind = family_of(family)
     sizes = {"vocab_size": 640, "hidden_size": 64, "intermediate_size": 96, "tie_word_embeddings": family == "qwen2"}
     return write_checkpoint(folder, build(replace(kind, options={**kind.options, **sizes}), torch.bfloat16))
-
-
-def test_matrices_are_streamed(tmp_path: Path) -> None:
-    model = load_model(open_checkpoint(TINY, TokenFlags()), "bfloat16", tmp_path)
-    assert all((source_of(tensor) is not None) == (tensor.dim() > 1) for tensor in model.parameters())
 
 
 LAYER = 4 * (4 * 640 * 640 + 3 * 640 * 1920)  # bytes in float32: 21 MB

@@ -71,6 +71,8 @@ def test_text_between_special_tokens_is_tokenized_on_its_own(tmp_path: Path) -> 
     assert tokenizer.decode([last, *original.encode("the ship")], skip_special_tokens=True) == "the ship"
     assert tokenizer.encode("[gMASK]", add_special_tokens=False).ids == original.encode("[gMASK]")
     assert tokenizer.id_to_token(last + 1) == "[gMASK]"
+    with pytest.raises(CheckpointError, match="has no piece '<eop>': expected the pieces of the published model"):
+        both(tmp_path, sentencepiece_model(), special=("<s>", "<eop>"))
 
 
 def test_the_names_of_byte_and_control_pieces_are_text(tmp_path: Path) -> None:

@@ -28,7 +28,7 @@ def exit_code(process: BaseProcess) -> int:
 def _call(function: Callable[..., object], arguments: Sequence[object]) -> None:
     import torch
 
-    from spaceport.exporter.checkpoint_source import quiet_libraries
+    from spaceport.exporter.checkpoint import quiet_libraries
 
     torch.set_num_threads(1)
     quiet_libraries()

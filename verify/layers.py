@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
@@ -20,12 +20,12 @@ from spaceport.kernels.native_library import library_path
 from spaceport.runtime.backends.on_onnxruntime import options_for, session_of
 from spaceport.runtime.backends.on_torch import TorchEngine
 from spaceport.runtime.bundle import Bundle
-from spaceport.verify.cases import Array, EngineLimits, RecordedCall, replay
+from spaceport.verify.cases import Array, EngineLimits, RecordedCall
 
 _CUDA, _CPU = "CUDAExecutionProvider", "CPUExecutionProvider"
 
 # Runs a recorded call; returns the graph outputs and marked values by name, as float32.
-RunLayers = Callable[[Mapping[str, Array]], dict[str, Array]]
+RunLayers = Callable[[RecordedCall], dict[str, Array]]
 
 
 class ModelLayers:
@@ -36,12 +36,10 @@ class ModelLayers:
         self._marked = DecoderWithLayerOutputs(engine.module)
         self._names = [tensor.name for tensor in engine.signature.outputs]
         self._outputs: tuple[torch.Tensor, ...] = ()
-        self._call = replay(
-            TorchEngine(self._forward, engine.signature, limits.capacity, limits.requests, engine.device)
-        )
+        self._engine = TorchEngine(self._forward, engine.signature, limits.capacity, limits.requests, engine.device)
 
-    def run(self, arrays: Mapping[str, Array]) -> dict[str, Array]:
-        self._call(arrays)
+    def run(self, call: RecordedCall) -> dict[str, Array]:
+        call.run(self._engine)
         names = (*self._names, *self._marked.names)
         return {name: output.float().cpu().numpy() for name, output in zip(names, self._outputs, strict=True)}
 
@@ -70,13 +68,13 @@ class GraphLayers:
             for tensor in self.signature.past
         }
 
-    def run(self, arrays: Mapping[str, Array]) -> dict[str, Array]:
-        first = int(arrays["first"][0])
-        requests = slice(first, first + len(arrays["input_ids"]))
-        for buffer in self._kv.values():
-            for request, source, target in _by_request(arrays["moves"]):
-                buffer[request, :, target] = buffer[request, :, source]
-        rows = {tensor.name: arrays[tensor.name] for tensor in self.signature.rows}
+    def run(self, call: RecordedCall) -> dict[str, Array]:
+        requests = slice(call.batch.first, call.batch.first + call.batch.requests)
+        for first, moves in call.moves:
+            for request, (sources, targets) in enumerate(moves, first):
+                for buffer in self._kv.values():
+                    buffer[request, :, targets] = buffer[request, :, sources]
+        rows = dict(call.batch.arrays(self.signature))
         past = {name: buffer[requests] for name, buffer in self._kv.items()}
         names = [output.name for output in self._session.get_outputs()]
         outputs = dict(zip(names, self._session.run(names, rows | past), strict=True))
@@ -127,11 +125,6 @@ def _marks(signature: Signature) -> tuple[str, ...]:
     return tuple(
         mark(layer) for layer in range(signature.layers) for mark in (attention_output_name, layer_output_name)
     )
-
-
-def _by_request(moves: Array) -> list[tuple[int, Any, Any]]:
-    """The moves of a call by request, so that all slots of a request are read before any is written."""
-    return [(int(request), *moves[moves[:, 0] == request, 1:].T) for request in np.unique(moves[:, 0])]
 
 
 def _session(model: onnx.ModelProto, bundle: Bundle, threads: int, cuda: bool) -> ort.InferenceSession:
@@ -260,8 +253,8 @@ def _differences(
     model: RunLayers, graph: RunLayers, values: Sequence[LayerValue], call: RecordedCall
 ) -> Iterator[tuple[LayerValue, float, float]]:
     """Each value with its largest error and largest magnitude in one call."""
-    expected, got = model(call.arrays), graph(call.arrays)
-    visible = call.arrays["attention_mask"].shape[-1]
+    expected, got = model(call), graph(call)
+    visible = call.batch.attention_mask.shape[-1]
     for value in values:
         first, second = (_visible(outputs[value.name], value, visible) for outputs in (expected, got))
         # native operators have rows in one axis

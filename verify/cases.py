@@ -12,7 +12,6 @@ from typing import Any, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from spaceport.graphs.contract.faults import OptionFault
 from spaceport.graphs.contract.manifest import Manifest, TokenIds
 from spaceport.graphs.contract.signature import VISIBLE_STEP, Signature
 from spaceport.runtime.costs import relative_costs
@@ -25,6 +24,7 @@ from spaceport.runtime.decode.step import step
 from spaceport.runtime.decoding import Decoding
 from spaceport.runtime.engine import PREFILL_ROWS, Batch, Engine, Moves
 from spaceport.runtime.sampling.choice import Bans, Greedy
+from spaceport.runtime.sampling.option_fields import check_options, option
 
 REQUESTS = 3  # of a call
 DEFAULT_LONG, SHORTEST = 1024, 32  # tokens of the longest case
@@ -39,17 +39,22 @@ class CheckOptions:
 
     checkpoint: Path | None = None  # of the PyTorch model; None: compare the engines with each other
     backends: tuple[str, ...] = ()  # empty: all that can run here
-    length: int | None = None  # tokens of the longest case; None: what all engines have capacity for
+    length: int | None = option(
+        None,
+        "Tokens of the long-context case.",
+        SHORTEST,
+        unset=f"{DEFAULT_LONG}, or the maximum of the model and all engines",
+        flag="--long-context",
+    )
+    layers: bool = option(False, "Find the first layer whose output is out of tolerance.")
+    seed: int = option(0, "Random seed of prompts and draft trees.", 0)
     threads: int = 0
-    seed: int = 0
-    remote_code: bool = False
+    trust_remote_code: bool = False
     trust_engines: bool = False
-    layers: bool = False  # also find the first layer value that is out of tolerance
     adapter: Path | None = None  # adapter folder of the checkpoint
 
     def __post_init__(self) -> None:
-        if self.length is not None and self.length < SHORTEST:
-            raise OptionFault(f"--long-context is {self.length}: expected at least {SHORTEST}")
+        check_options(self)
 
 
 @dataclass(frozen=True)

@@ -49,14 +49,16 @@ def select_engines(bundle: Bundle, options: CheckOptions) -> EngineSelection:
     checkpoint, then the backends."""
     if options.layers and options.checkpoint is None:
         raise OptionFault("--layers compares with the PyTorch model: expected a CHECKPOINT after the bundle")
+    if options.length is not None and options.length > bundle.manifest.max_positions:
+        raise OptionFault(
+            f"--long-context is {options.length}: expected at most {bundle.manifest.max_positions}, the maximum of the model"
+        )
     few = _only_few(bundle, options)
     length = SHORTEST if few else options.length
     limits = limits_of(bundle.manifest, length, _largest(bundle, options))
     engine_options = EngineOptions(limits.capacity, limits.requests, options.threads, options.trust_engines)
     not_compared = {}
     for name in options.backends:
-        if name not in BACKENDS:
-            raise OptionFault(f"backend is {name!r}: expected {', '.join(BACKENDS)}")
         require(bundle, name, engine_options)
     if not options.backends:
         not_compared = {
@@ -90,7 +92,7 @@ def _largest(bundle: Bundle, options: CheckOptions) -> list[EngineRecord]:
     """Of the engines built for this GPU and this graph, the one of each flavour with the largest capacity."""
     if no_gpu() is not None:
         return []
-    flavours = {BACKENDS[name].flavour for name in options.backends or BACKENDS if name in BACKENDS} - {None}
+    flavours = {BACKENDS[name].flavour for name in options.backends or BACKENDS} - {None}
     fitting = [
         record
         for record in bundle.manifest.engines.values()
@@ -115,7 +117,7 @@ def _open_model(bundle: Bundle, options: CheckOptions, limits: EngineLimits, dty
     assert options.checkpoint is not None
     return open_reference(
         *(bundle, options.checkpoint, limits.capacity, limits.requests, dtype),
-        *(options.remote_code, options.threads, options.adapter),
+        *(options.trust_remote_code, options.threads, options.adapter),
     )
 
 
@@ -236,7 +238,7 @@ def check(bundle: Bundle, options: CheckOptions, on_progress: Callable[[str], No
         from spaceport.verify.quantization import measure_quantization
 
         quantization = measure_quantization(
-            bundle, options.checkpoint, options.remote_code, options.seed, options.adapter
+            bundle, options.checkpoint, options.trust_remote_code, options.seed, options.adapter
         )
     return CheckReport(
         bundle.manifest.graph,

@@ -5,17 +5,15 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import asdict, dataclass, field
-from datetime import date
 from functools import partial
+from itertools import zip_longest
 from pathlib import Path
 from typing import Any
 
 from spaceport.graphs.contract.draft_methods import (
     LOOKUP_KINDS,
-    DraftAcceptance,
     DraftMethod,
     lookup_kind,
-    measured_acceptance,
 )
 from spaceport.graphs.contract.faults import InputFault, OptionFault
 from spaceport.graphs.contract.manifest import MANIFEST_FILE
@@ -134,6 +132,10 @@ def draft_prompts(runtime: Runtime, prompts: Sequence[AuditPrompt], file: Path) 
     return found
 
 
+def _sums(counts: Sequence[int], more: Sequence[int]) -> list[int]:
+    return [one + other for one, other in zip_longest(counts, more, fillvalue=0)]
+
+
 @dataclass
 class Tally:
     """Draft tokens, accepted ones and steps along answers."""
@@ -149,13 +151,8 @@ class Tally:
         self.answers += 1
         self.tokens += statistics.tokens
         self.steps += statistics.steps
-        for counts, more in (
-            (self.drafted, statistics.drafted_by_depth),
-            (self.accepted, statistics.accepted_by_depth),
-        ):
-            counts += [0] * (len(more) - len(counts))
-            for depth, count in enumerate(more):
-                counts[depth] += count
+        self.drafted = _sums(self.drafted, statistics.drafted_by_depth)
+        self.accepted = _sums(self.accepted, statistics.accepted_by_depth)
 
     @property
     def acceptance(self) -> list[float | None]:
@@ -223,10 +220,6 @@ class MeasuredDrafts:
     def as_dict(self) -> dict[str, Any]:
         """The figures as JSON data."""
         return {**self.all.as_dict(), "kinds": {kind: tally.as_dict() for kind, tally in self.kinds.items()}}
-
-    def as_draft_acceptance(self, data: str, day: date) -> DraftAcceptance:
-        """The rates as a checkpoint stores them."""
-        return measured_acceptance(self.all.acceptance, self.all.tokens, data, day, self.lookup.rates)
 
 
 def measure(

@@ -157,23 +157,19 @@ def _turns(data: dict[str, Any]) -> tuple[Turn, ...]:
         found = f'"{half}" alone' if half else ", ".join(f'"{name[:40]}"' for name in list(data)[:5]) or "nothing"
         raise InputFault(f"holds {found}: {_EXPECTED}")
     if forms[0] == ("messages",):
-        return _messages(data["messages"])
+        turns = turns_of(data["messages"])
+        if all(turn.role != "assistant" for turn in turns):
+            raise InputFault(
+                "no assistant turn in messages: expected at least one, it is what is learned; `spaceport distill` generates "
+                "answers to prompts"
+            )
+        return turns
     if forms[0] == ("text",):
         return (Turn(TEXT, content_of(data["text"], '"text"')),)
     return (
         Turn("user", content_of(data["prompt"], '"prompt"')),
         Turn("assistant", content_of(data["response"], '"response"')),
     )
-
-
-def _messages(messages: Any) -> tuple[Turn, ...]:
-    turns = turns_of(messages)
-    if all(turn.role != "assistant" for turn in turns):
-        raise InputFault(
-            "no assistant turn in messages: expected at least one, it is what is learned; `spaceport distill` generates "
-            "answers to prompts"
-        )
-    return turns
 
 
 def _in_order(number: int, role: str, before: list[Turn]) -> None:

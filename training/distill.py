@@ -201,20 +201,17 @@ def _rendered(runtime: Runtime, turns: Sequence[Turn]) -> Prompt:
     return turns[-1].content
 
 
-def _require_single_turns(bundle: Path, source: Path, prompts: Sequence[AnswerPrompt]) -> None:
-    for prompt in prompts:
-        if [turn.role for part in prompt.parts for turn in part] != ["user"]:
-            raise InputFault(
-                f"{source} line {prompt.line}: has several turns, but {bundle} has no chat template: expected one user turn"
-            )
-
-
-def _check_template(runtime: Runtime, source: Path, prompts: Sequence[AnswerPrompt]) -> None:
-    """Raise for turns that the chat template refuses; one prompt for each order of roles is rendered."""
+def _check_turns(runtime: Runtime, source: Path, prompts: Sequence[AnswerPrompt]) -> None:
+    """Raise for turns that the chat template refuses, or that need one; a prompt for each order of roles is rendered."""
     seen: set[tuple[str, ...]] = set()
     for prompt in prompts:
         turns = [turn for part in prompt.parts for turn in (*part, _PLACEHOLDER)][:-1]
         roles = tuple(turn.role for turn in turns)
+        if len(turns) > 1 and TEMPLATE_FILE not in runtime.bundle.manifest.files:
+            raise InputFault(
+                f"{source} line {prompt.line}: has several turns, but {runtime.bundle.path} has no chat template: expected one "
+                "user turn"
+            )
         if roles not in seen:
             seen.add(roles)
             try:
@@ -290,8 +287,6 @@ def distill(
     """
     check_target(source, out, options.overwrite)
     prompts, manifest, partial = read_prompts(source), read_manifest(bundle), partial_file(out)
-    if TEMPLATE_FILE not in manifest.files:
-        _require_single_turns(bundle, source, prompts)
     records = _stored(partial, source, prompts, options.overwrite)
     missing = [prompt for prompt in prompts if prompt.line not in records]
     requests = options.max_requests
@@ -300,7 +295,7 @@ def distill(
     with options.open(bundle, requests) as runtime, partial.open("a", encoding="utf-8") as store:
         for note in runtime.notes:
             say(f"note: {note}")
-        _check_template(runtime, source, prompts)
+        _check_turns(runtime, source, prompts)
         started, longest = time.perf_counter(), runtime.max_seq_len
         answers, tokens = _store_answers(runtime, missing, store, options, requests, say)
         seconds = time.perf_counter() - started

@@ -5,40 +5,20 @@ from __future__ import annotations
 import re
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Literal, get_args
-
-Reason = Literal[
-    "code fence",
-    "formula",
-    "link",
-    "rule",
-    "angle bracket",
-    "equals sign",
-    "fewer than 3 items",
-    "numbers out of order",
-    "nested list",
-    "item without a title",
-    "detail under 10 characters",
-    "abbreviation",
-    "fewer than 3 paragraphs",
-    "fewer than 3 forks",
-]
-REASONS: tuple[Reason, ...] = get_args(Reason)
-ExtractorName = Literal["list", "paragraphs"]
 
 FEWEST = 3  # minimum items, paragraphs and forks
 SHORTEST_DETAIL = 10  # minimum characters of an item's detail
 SHORTEST_HEAD = 20  # minimum characters of a paragraph's first sentence, with its punctuation
 
 # Code, formulas and tables cannot be split into independent pieces.
-_NOT_PROSE: tuple[tuple[Reason, re.Pattern[str]], ...] = (
-    ("code fence", re.compile("```|~~~")),
-    ("formula", re.compile(r"\$\$")),
-    ("link", re.compile("http", re.IGNORECASE)),
-    ("rule", re.compile("---")),
-    ("angle bracket", re.compile("[<>]")),
-    ("equals sign", re.compile("=")),
-)
+_NOT_PROSE = {
+    "code fence": re.compile("```|~~~"),
+    "formula": re.compile(r"\$\$"),
+    "link": re.compile("http", re.IGNORECASE),
+    "rule": re.compile("---"),
+    "angle bracket": re.compile("[<>]"),
+    "equals sign": re.compile("="),
+}
 _NUMBER = re.compile(r"^([ \t]*)(?:\*\*|__)?(\d{1,3})\.(?!\d)", re.MULTILINE)  # not the 1.5 of "1.5 litres"
 # A title ends with a colon, but not one inside `code` or in 10:30. A full-width colon, or one before CJK text, needs no space.
 _TITLE = re.compile(r"[^\S\n]*(?=[^\s:：])(?:`[^`\n]*`|[^`\n])*?(?:：|:(?=[\s*_]|[^\x00-\x7f]|\Z))")
@@ -59,67 +39,45 @@ class Paragraph:
     detail: str | None
 
 
-@dataclass(frozen=True)
-class Tree:
-    """An answer split into paragraphs, in reading order."""
-
-    kind: ExtractorName
-    paragraphs: tuple[Paragraph, ...]
-
-    @property
-    def text(self) -> str:
-        """The whole answer."""
-        return "".join(paragraph.head + (paragraph.detail or "") for paragraph in self.paragraphs)
-
-    @property
-    def forks(self) -> int:
-        """Number of details."""
-        return sum(paragraph.detail is not None for paragraph in self.paragraphs)
+Tree = tuple[Paragraph, ...]  # an answer split into paragraphs, in reading order
 
 
-@dataclass(frozen=True)
-class Refusal:
-    """Why an answer has no tree; it is trained without forks."""
-
-    reason: Reason
-
-
-def extract(answer: str) -> Tree | Refusal:
-    """Extract the tree of an answer: from a numbered list, otherwise from paragraphs."""
-    for reason, pattern in _NOT_PROSE:
+def extract(answer: str) -> Tree | str:
+    """The tree of an answer, from a numbered list, otherwise from paragraphs; or why it has none, and is trained without forks."""
+    for reason, pattern in _NOT_PROSE.items():
         if pattern.search(answer):
-            return Refusal(reason)
+            return reason
     numbers = list(_NUMBER.finditer(answer))
     listed = _from_list(answer, numbers) if numbers else None
-    if isinstance(listed, Tree):
+    if isinstance(listed, tuple):
         return listed
     found = _from_paragraphs(answer)
-    return listed if listed and isinstance(found, Refusal) else found
+    return listed if listed and isinstance(found, str) else found
 
 
-def _from_list(answer: str, numbers: list[re.Match[str]]) -> Tree | Refusal:
+def _from_list(answer: str, numbers: list[re.Match[str]]) -> Tree | str:
     """Heads `N. title:` with the text up to the next item as detail; text after the last item stays on the root thread."""
     margin = _width(numbers[0][1]) + 2  # a number indented at least this far belongs to a nested list
     items = [number for number in numbers if _width(number[1]) < margin]
     if len(items) < FEWEST:
-        return Refusal("fewer than 3 items")
+        return "fewer than 3 items"
     if [int(item[2]) for item in items] != list(range(1, len(items) + 1)):
-        return Refusal("numbers out of order")
+        return "numbers out of order"
     blank = {match.end() for match in _BLANK.finditer(answer)}
     if any(number.start() in blank for number in numbers if _width(number[1]) >= margin):
-        return Refusal("nested list")
+        return "nested list"
     titles = [title for item in items if (title := _title_end(answer, item)) is not None]
     if len(titles) < len(items):
-        return Refusal("item without a title")
+        return "item without a title"
     ends = [item.start() for item in items[1:]] + [_last_end(answer, titles[-1], margin)]
     paragraphs, start = [], 0
     for title, end in zip(titles, ends, strict=True):
         detail = answer[title:end].rstrip()
         if len(detail.strip()) < SHORTEST_DETAIL:
-            return Refusal("detail under 10 characters")
+            return "detail under 10 characters"
         paragraphs.append(Paragraph(answer[start:title], detail))
         start = title + len(detail)
-    return Tree("list", _with_rest(paragraphs, answer[start:]))
+    return _with_rest(paragraphs, answer[start:])
 
 
 def _title_end(answer: str, item: re.Match[str]) -> int | None:
@@ -142,16 +100,17 @@ def _last_end(answer: str, title: int, margin: int) -> int:
     return len(answer)
 
 
-def _from_paragraphs(answer: str) -> Tree | Refusal:
+def _from_paragraphs(answer: str) -> Tree | str:
     """Heads are first sentences; a paragraph with one sentence stays on the root thread."""
     pieces = list(_pieces(answer))
     if len(pieces) < FEWEST:
-        return Refusal("fewer than 3 paragraphs")
+        return "fewer than 3 paragraphs"
     if _ABBREVIATION.search(answer):
-        return Refusal("abbreviation")
+        return "abbreviation"
     paragraphs = [_paragraph(piece) for piece in pieces]
-    tree = Tree("paragraphs", _with_rest(paragraphs, answer[len(answer.rstrip()) :]))
-    return tree if tree.forks >= FEWEST else Refusal("fewer than 3 forks")
+    if sum(paragraph.detail is not None for paragraph in paragraphs) < FEWEST:
+        return "fewer than 3 forks"
+    return _with_rest(paragraphs, answer[len(answer.rstrip()) :])
 
 
 def _pieces(answer: str) -> Iterator[str]:
@@ -174,7 +133,7 @@ def _paragraph(piece: str) -> Paragraph:
     return Paragraph(piece, None)
 
 
-def _with_rest(paragraphs: list[Paragraph], rest: str) -> tuple[Paragraph, ...]:
+def _with_rest(paragraphs: list[Paragraph], rest: str) -> Tree:
     return (*paragraphs, Paragraph(rest, None)) if rest else tuple(paragraphs)
 
 

@@ -242,8 +242,8 @@ def select_parameters(
             f"--method {settings.method} under {accelerator.distributed_type.value}: sharded weights support only "
             "--method full; expected that, or processes that each hold the whole model"
         )
-    merge = apply_method(model, settings, tunable.tokens, tunable.adapter)
-    restore, correction = _nothing, None
+    merge = apply_method(model, settings, tunable.tokens, tunable.checkpoint.mechanism(MaskAdapter))
+    restore, correction, known = _nothing, None, tunable.checkpoint.mechanism(Factors)
     if job.recompute:
         checkpoint_layers(model)
     if settings.method == "gated-lora":
@@ -254,12 +254,14 @@ def select_parameters(
             restore = convert_frozen(model, torch.bfloat16)
     if settings.drafts and settings.correction_rank:
         table = cast(nn.Embedding, model.get_input_embeddings()).weight
-        correction = packed_model.correction = DraftCorrection(table, settings.correction_rank, tunable.correction)
+        correction = packed_model.correction = DraftCorrection(table, settings.correction_rank, known)
 
     def merged() -> MergedModel:
         restore()
         result = merge()
-        factors = tunable.correction if correction is None else correction.factors()
-        return replace(result, correction=factors, input_rows=result.input_rows or tunable.input_rows)
+        factors = known if correction is None else correction.factors()
+        return replace(
+            result, correction=factors, input_rows=result.input_rows or tunable.checkpoint.mechanism(InputRows)
+        )
 
     return packed_model, merged

@@ -90,36 +90,24 @@ def pack(
     If y1 y2 y3 ... follow a group's anchor, mask slot i predicts y(i+1) and takes the position of y(i), or without shift
     that of y(i+1), behind a row at the position of y1. `masks` is the mask token of each mask row of a group.
     """
-    following = successors(sample)
-    ids, parents, targets, slots, before = [], [], [], [], []
+    following, size = successors(sample), sample.ids.size
+    masked: list[tuple[int, int, int, int, int]] = []  # rows, as the fields of PackedRow
     for group in groups:
         replaced = int(following[group.anchor])  # index of the token whose position the mask slot takes
         above = group.anchor
         if mask_layout.lead and following[replaced] != NO_PARENT:
-            before.append(group.anchor)
-            ids.append(masks[0])
-            parents.append(above)
-            targets.append(IGNORED)
-            slots.append(LEAD)
-            above = sample.ids.size + len(ids) - 1
+            masked.append((masks[0], above, IGNORED, LEAD, group.anchor))
+            above = size + len(masked) - 1
         for slot in range(group.depth):
             previous, replaced = replaced, int(following[replaced])
             if replaced == NO_PARENT:
                 break
-            before.append(previous)
-            ids.append(masks[slot + mask_layout.lead])
-            parents.append(above)
-            targets.append(int(sample.ids[replaced]))
-            slots.append(slot + 1)
-            above = sample.ids.size + len(ids) - 1
-    own = np.where(following == NO_PARENT, IGNORED, sample.ids[following])
-    return PackedRow(
-        np.concatenate((sample.ids, np.array(ids, np.int64))),
-        np.concatenate((sample.parents, np.array(parents, np.int64))),
-        np.concatenate((own, np.array(targets, np.int64))),
-        np.concatenate((np.zeros(sample.ids.size, np.int64), np.array(slots, np.int64))),
-        np.concatenate((np.arange(sample.ids.size), np.array(before, np.int64))),
-    )
+            masked.append((masks[slot + mask_layout.lead], above, int(sample.ids[replaced]), slot + 1, previous))
+            above = size + len(masked) - 1
+    targets = np.where(following == NO_PARENT, IGNORED, sample.ids[following])
+    tokens = (sample.ids, sample.parents, targets, np.zeros(size, np.int64), np.arange(size))
+    columns = np.array(masked, np.int64).reshape(-1, len(tokens)).T
+    return PackedRow(*map(np.concatenate, zip(tokens, columns, strict=True)))
 
 
 def positions_and_visibility(parents: NDArray[np.int64]) -> tuple[NDArray[np.int64], NDArray[np.bool_]]:
@@ -146,27 +134,24 @@ def blocks(parents: NDArray[np.int64], slots: NDArray[np.int64]) -> NDArray[np.b
     return same
 
 
-def collate(rows: Sequence[PackedRow], multiple: int = 1, group: Group = "causal") -> PackedBatch:
+def collate(rows: Sequence[PackedRow], group: Group = "causal") -> PackedBatch:
     """Rows padded to a batch: tokens first, then mask groups from one column on; padding sees only itself, without a loss."""
-    tokens = [int(np.count_nonzero(row.mask_slots == 0)) for row in rows]
-    split = max(tokens)
-    longest = split + max(row.ids.size - count for row, count in zip(rows, tokens, strict=True))
-    length = -(-longest // multiple) * multiple
-    ids = np.zeros((len(rows), length), np.int64)
-    parents = np.full((len(rows), length), NO_PARENT, np.int64)
-    targets = np.full((len(rows), length), IGNORED, np.int64)
-    slots = np.zeros((len(rows), length), np.int64)
-    before = np.zeros((len(rows), length), np.int64)
-    for index, (row, count) in enumerate(zip(rows, tokens, strict=True)):
+    counts = [int(np.count_nonzero(row.mask_slots == 0)) for row in rows]  # tokens
+    split = max(counts)
+    length = split + max(row.ids.size - count for row, count in zip(rows, counts, strict=True))
+    padding = {"ids": 0, "parents": NO_PARENT, "targets": IGNORED, "mask_slots": 0, "before": 0}
+    batch = {name: np.full((len(rows), length), value, np.int64) for name, value in padding.items()}
+    for index, (row, count) in enumerate(zip(rows, counts, strict=True)):
         columns = np.r_[0:count, split : split + row.ids.size - count]
-        ids[index, columns], targets[index, columns], slots[index, columns] = row.ids, row.targets, row.mask_slots
-        before[index, columns] = row.before
-        shift = split - count  # of a parent that is itself a mask row
-        parents[index, columns] = np.where(row.parents >= count, row.parents + shift, row.parents)
-    positions, visible = positions_and_visibility(parents)
+        for name, array in batch.items():
+            array[index, columns] = getattr(row, name)
+        of_masks = batch["parents"][index] >= count
+        batch["parents"][index, of_masks] += split - count
+    positions, visible = positions_and_visibility(batch["parents"])
     if group == "block":
-        visible |= blocks(parents, slots)
-    return PackedBatch(*(torch.from_numpy(array) for array in (ids, positions, visible, targets, slots, before)))
+        visible |= blocks(batch["parents"], batch["mask_slots"])
+    arrays = (batch["ids"], positions, visible, batch["targets"], batch["mask_slots"], batch["before"])
+    return PackedBatch(*map(torch.from_numpy, arrays))
 
 
 _SORTED_STEPS = 16  # samples of this many steps are sorted by length together, to reduce padding

@@ -14,7 +14,7 @@ from spaceport.graphs.contract.faults import InputFault
 from spaceport.graphs.contract.phrases import CHANCES, LONGEST, PhraseTable, extended_all
 from spaceport.graphs.phrases import Phrases
 from spaceport.training.conversations import read_conversations
-from spaceport.training.samples import ConversationError, Prepared, Sample, conversation_encoder, prepare
+from spaceport.training.samples import Prepared, Sample, conversation_encoder, prepare_files
 from spaceport.training.settings import DEFAULT_PHRASES
 
 _FEWEST = 2  # times that a context has to occur
@@ -38,12 +38,8 @@ class _Counted(NamedTuple):
 
 def read_phrases_of(checkpoint: Checkpoint, files: Sequence[Path]) -> Phrases:
     """The phrases in the answers of conversations, by the tokens of a checkpoint."""
-    encoder, samples = conversation_encoder(load_tokenizer(checkpoint), checkpoint.tokens), Prepared()
-    for file in files:
-        try:
-            samples.whole += prepare(read_conversations(file), encoder, _ANY_LENGTH, False).whole
-        except ConversationError as error:
-            raise InputFault(f"{file} {error}") from error
+    encoder = conversation_encoder(load_tokenizer(checkpoint), checkpoint.tokens)
+    samples = prepare_files({file: read_conversations(file) for file in files}, encoder, _ANY_LENGTH)
     found = phrases_of(samples, DEFAULT_PHRASES)
     if found is None:
         raise InputFault(

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -21,10 +22,6 @@ Render = Callable[[Sequence[Turn], bool], str]
 
 _LINE_END = "\n"
 _PLACEHOLDER = "\ue000answer\ue000"  # replaces an answer to find what the template adds around it
-
-
-class ConversationError(InputFault):
-    """A conversation that the tokenizer or chat template cannot encode; the message names the line."""
 
 
 class ContainsControlToken(ValueError):
@@ -103,7 +100,7 @@ class ConversationEncoder:
             lead = self._lead(conversation, index, whole[len(prompt) :], content)
             after = whole[len(prompt + lead + content) :]
             if prompt + lead + content + after != whole:
-                raise ConversationError(
+                raise InputFault(
                     f"line {conversation.line}: the chat template does not render the answer {_short(turn.content)} after "
                     "its generation prompt: expected a template whose answers begin with the generation prompt"
                 )
@@ -129,7 +126,7 @@ class ConversationEncoder:
         try:
             return self.render(conversation.turns[:count], generation_prompt)
         except Exception as error:  # a template is a program and may raise anything
-            raise ConversationError(
+            raise InputFault(
                 f"line {conversation.line}: the chat template raised: {error}: expected turns that the model's template "
                 "accepts; change or remove the line"
             ) from error
@@ -148,7 +145,7 @@ class ConversationEncoder:
         """A prompt and its response, concatenated, for a tokenizer without a chat template."""
         turns = conversation.turns
         if [turn.role for turn in turns] != ["user", "assistant"]:
-            raise ConversationError(
+            raise InputFault(
                 f"line {conversation.line}: has messages, but the tokenizer has no chat template: expected prompt and "
                 "response, or a tokenizer with a chat template"
             )
@@ -169,9 +166,7 @@ def conversation_encoder(tokenizer: Any, tokens: TokenIds) -> ConversationEncode
         return ids
 
     if not tokens.end:
-        raise ConversationError(
-            "the checkpoint has no end-of-text token: expected eos_token_id in generation_config.json"
-        )
+        raise InputFault("the checkpoint has no end-of-text token: expected eos_token_id in generation_config.json")
     rendering = render if tokenizer.chat_template else None
     return ConversationEncoder(encode, rendering, start_tokens(backend), tokens.end[0], tokens)
 
@@ -281,6 +276,23 @@ def prepare(
     return prepared
 
 
+def prepare_files(
+    texts: Mapping[Path, Sequence[Conversation]], encoder: ConversationEncoder, cutoff: int, unforked: bool = False
+) -> Prepared:
+    """Samples of the conversations of files, with their summed counts."""
+    merged = Prepared()
+    for file, conversations in texts.items():
+        try:
+            found = prepare(conversations, encoder, cutoff, unforked)
+        except InputFault as error:
+            raise InputFault(f"{file} {error}") from error
+        merged.forked += found.forked
+        merged.unforked += found.unforked
+        merged.whole += found.whole
+        merged.counts.update(found.counts)
+    return merged
+
+
 def _samples_of(
     conversation: Conversation, encoder: ConversationEncoder, cutoff: int, unforked: bool, counts: Counter[str]
 ) -> tuple[list[Sample], list[Sample]]:
@@ -289,9 +301,9 @@ def _samples_of(
         return list(_windows(conversation, encoder, cutoff)), []
     exchanges = encoder.exchanges(conversation)
     tree = extract(exchanges[-1].answer) if encoder.forks and conversation.fork else None
-    if not isinstance(tree, Tree):
+    if not isinstance(tree, tuple):
         if tree is not None:
-            counts[f"{NOT_FORKED}{tree.reason}"] += 1
+            counts[f"{NOT_FORKED}{tree}"] += 1
         return [_chat(conversation, exchanges, None, encoder)], []
     flat = [_chat(conversation, exchanges, None, encoder)] if unforked else []
     return [_chat(conversation, exchanges, tree, encoder)], flat
@@ -331,8 +343,8 @@ def _add_tree(
     Each child thread ends with `end`, except that of the last paragraph if the answer does not end.
     """
     fork, child = encoder.tokens.fork, encoder.tokens.child
-    for paragraph in tree.paragraphs:
-        ending = end if ends or paragraph is not tree.paragraphs[-1] else ()
+    for paragraph in tree:
+        ending = end if ends or paragraph is not tree[-1] else ()
         builder.add(encoder.encode_continuation(lead + paragraph.head), learned=True)
         lead = ""
         if paragraph.detail is not None and fork is not None and child is not None:

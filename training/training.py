@@ -1,19 +1,28 @@
-"""Training: optimizer steps over the training batches, on the processes and devices of accelerate."""
+"""Training: optimizer steps over the training batches on the processes and devices of accelerate, and their saved states."""
 
 from __future__ import annotations
 
+import json
 import math
+import pickle
+import re
+import shutil
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from contextlib import nullcontext
-from dataclasses import dataclass
+from contextlib import contextmanager, nullcontext
+from dataclasses import asdict, dataclass
+from pathlib import Path
 from typing import Any, NoReturn
 
 import torch
 from accelerate import Accelerator
+from accelerate.utils import gather_object
+from safetensors import SafetensorError
 from torch import Tensor, nn
 
+from spaceport.exporter.checkpoint_files import read_json
+from spaceport.graphs.contract.atomic_file import replace_text
 from spaceport.graphs.contract.faults import InputFault
 from spaceport.training.packed_model import (
     CORRECT,
@@ -43,10 +52,6 @@ class StepBatches:
 _PADDING = PackedRow(*(torch.tensor([value]).numpy() for value in (0, -1, IGNORED, 0, 0)))
 
 
-class Diverged(InputFault):
-    """A loss or gradient that is not finite."""
-
-
 @dataclass(frozen=True)
 class TrainingMeasurement:
     """Means over the steps since the last measurement; index 0 is next-token prediction, index i is mask slot i."""
@@ -64,10 +69,6 @@ class TrainingMeasurement:
     seconds: float
     seconds_left: float | None  # estimate; None: before the first step
 
-    @property
-    def mask_accuracies(self) -> tuple[float | None, ...]:
-        return self.accuracies[1:]
-
 
 class Training:
     """Trains a packed model on training batches."""
@@ -84,7 +85,7 @@ class Training:
             _groups(packed_model, settings.weight_decay),
             lr=settings.learning_rate,
             betas=settings.betas,
-            fused=_fused(accelerator),
+            fused=accelerator.device.type in ("cpu", "cuda"),
         )
         self.packed_model: nn.Module
         self.packed_model, self._optimizer = accelerator.prepare(packed_model, optimizer)
@@ -167,7 +168,7 @@ class Training:
         sums: Tensor = self.accelerator.reduce(self._sums, "sum")
         now = time.perf_counter()
         before, tokens = self._since
-        measured = self._measured(sums, (self.tokens - tokens) / max(1e-9, now - before), self.seconds)
+        measured = self._measured(sums, (self.tokens - tokens) / max(1e-9, now - before))
         self._sums = torch.zeros_like(self._sums)
         self._since = (now, self.tokens)
         for loss in measured.losses:
@@ -192,17 +193,14 @@ class Training:
     def evaluate(self, rows: Sequence[PackedRow]) -> TrainingMeasurement:
         """Losses and accuracies on validation rows."""
         self.packed_model.eval()
-        own, micro = self._share(sorted(rows, key=lambda row: -row.ids.size))
         sums = torch.zeros_like(self._sums)
-        for first in range(0, len(own), micro):
-            sums += run(
-                self.packed_model, self._collate(own[first : first + micro]).to(self.accelerator.device)
-            ).detach()
-        return self._measured(self.accelerator.reduce(sums, "sum"), 0.0, self.seconds)
+        for batch in self._micro_batches(sorted(rows, key=lambda row: -row.ids.size)):
+            sums += run(self.packed_model, batch.to(self.accelerator.device)).detach()
+        return self._measured(self.accelerator.reduce(sums, "sum"), 0.0)
 
     def _diverged(self, what: str, value: float) -> NoReturn:
         mixed = self.accelerator.mixed_precision != "no"
-        raise Diverged(
+        raise InputFault(
             f"the {what} is {value} after {self.step} steps: expected a finite number; lower --learning-rate "
             f"(now {self._settings.learning_rate:g})" + (", or train without --bf16" if mixed else "")
         )
@@ -229,12 +227,9 @@ class Training:
 
     def _prepare(self, step: int) -> StepBatches:
         rows = self.batches.rows(step)
-        own, micro = self._share(rows)
-        batches = tuple(self._collate(own[first : first + micro]) for first in range(0, len(own), micro))
-        return StepBatches(batches, _totals(rows, self._settings.slots), sum(row.ids.size for row in rows))
-
-    def _collate(self, rows: Sequence[PackedRow]) -> PackedBatch:
-        return collate(rows, group=self._settings.mask_layout.group)
+        return StepBatches(
+            tuple(self._micro_batches(rows)), _totals(rows, self._settings.slots), sum(row.ids.size for row in rows)
+        )
 
     def _backward(self, batch: PackedBatch, totals: Tensor) -> None:
         sums = run(self.packed_model, batch.to(self.accelerator.device))
@@ -245,14 +240,16 @@ class Training:
         self.accelerator.backward(loss * self.accelerator.num_processes)
         self._sums += sums.detach()
 
-    def _share(self, rows: Sequence[PackedRow]) -> tuple[list[PackedRow], int]:
-        """This process's rows and the micro-batch size; padded so that all processes run the same number of forward passes."""
-        processes = self.accelerator.num_processes
+    def _micro_batches(self, rows: Sequence[PackedRow]) -> Iterator[PackedBatch]:
+        """This process's batches of rows; padded so that all processes run the same number of forward passes."""
+        processes, size = self.accelerator.num_processes, self._settings.micro_batch_size
         each = -(-len(rows) // processes)
         own = list(rows[self.accelerator.process_index :: processes])
-        return own + [_PADDING] * (each - len(own)), self._settings.micro_batch_size
+        own += [_PADDING] * (each - len(own))
+        for first in range(0, each, size):
+            yield collate(own[first : first + size], self._settings.mask_layout.group)
 
-    def _measured(self, sums: Tensor, speed: float, seconds: float) -> TrainingMeasurement:
+    def _measured(self, sums: Tensor, speed: float) -> TrainingMeasurement:
         counts = sums[COUNT].clamp(min=1)
         measured = sums[COUNT].bool().tolist()
         losses, accuracies, corrected, reached = (
@@ -271,7 +268,7 @@ class Training:
             acceptance=tuple(reached[1:]),
             tokens=self.tokens,
             tokens_per_second=speed,
-            seconds=seconds,
+            seconds=self.seconds,
             seconds_left=self.seconds_left,
         )
 
@@ -293,5 +290,130 @@ def _groups(packed_model: PackedModel, decay: float) -> list[dict[str, Any]]:
     return [group for group in groups if group["params"]]
 
 
-def _fused(accelerator: Accelerator) -> bool:
-    return accelerator.device.type in ("cpu", "cuda")
+METRICS_FILE = "metrics.jsonl"
+_FACTS_FILE = "training.json"
+_PROGRESS_FILE = "progress.json"
+_KEPT = 2  # newest states
+_WRITE_ERRORS = (OSError, RuntimeError, SafetensorError)
+_DAMAGE = (*_WRITE_ERRORS, ValueError, TypeError, KeyError, EOFError, pickle.UnpicklingError, InputFault)
+
+
+class TrainingStates:
+    """Folder `TARGET.training` beside the target checkpoint: accelerate's states of the training, and its measurements."""
+
+    def __init__(self, target: Path, accelerator: Accelerator, resume: bool) -> None:
+        self.folder = target.absolute().with_name(target.absolute().name + ".training")
+        self._accelerator = accelerator
+        if self._states() and not resume:
+            raise InputFault(
+                f"{self.folder}: holds an unfinished training for this target: continue it with --resume, or remove the folder"
+            )
+
+    def begin(self, facts: dict[str, Any]) -> None:
+        """Create the folder of a new training; raise if a saved one, or another process, has other inputs or settings."""
+        states = self._states()
+        if len({*gather_object([json.dumps([[state.name for state in states], facts])])}) > 1:
+            raise InputFault(
+                f"the processes of this training have other data, settings or states in {self.folder}: start all with the same "
+                "options and files, on a common file system or with copies of this folder"
+            )
+        if not states:
+            if self._accelerator.is_main_process:
+                shutil.rmtree(self.folder, ignore_errors=True)
+                self.folder.mkdir()
+                replace_text(self.folder / _FACTS_FILE, json.dumps(facts, indent=2) + "\n")
+            return
+        with self._damage_named(self.folder / _FACTS_FILE):
+            saved = read_json(self.folder / _FACTS_FILE)
+        known = json.loads(json.dumps(facts))
+        wrong = [
+            f"{name}: {saved.get(name)} before, {now} now" for name, now in known.items() if saved.get(name) != now
+        ]
+        if wrong:
+            raise InputFault(
+                f"{self.folder}: started with other settings ({'; '.join(wrong)}): resume with the original settings, or remove "
+                "the folder"
+            )
+
+    def save(self, training: Training) -> None:
+        """Save the state of a training; a state has its final name once it is complete."""
+        training.check()
+        state = self.folder / f"step-{training.step:08d}"
+        partial = state.with_name(state.name + ".partial")
+        main, progress = self._accelerator.is_main_process, training.progress()
+        with write_errors(f"the state after step {training.step} in {self.folder}"):
+            self._accelerator.save_state(str(partial))
+            if main:
+                (partial / _PROGRESS_FILE).write_text(json.dumps(progress) + "\n", "utf-8")
+        self._accelerator.wait_for_everyone()
+        if main:
+            partial.rename(state)
+            for old in self._states()[:-_KEPT]:
+                shutil.rmtree(old, ignore_errors=True)
+        self._accelerator.wait_for_everyone()
+
+    def restore(self, training: Training) -> None:
+        """Load the last saved state into a training; without one it starts from the beginning."""
+        lines: list[str] = []
+        if states := self._states():
+            with self._damage_named(states[-1]):
+                # dropout continues from it; accelerate goes on without it
+                (states[-1] / f"random_states_{self._accelerator.process_index}.pkl").stat()
+                self._accelerator.load_state(str(states[-1]))
+                training.restore(**read_json(states[-1] / _PROGRESS_FILE))
+            # lines of steps that are repeated are left out, and a last one that was cut off
+            whole = [line for line in self._metrics().splitlines(keepends=True) if line.endswith("}\n")]
+            lines = [line for line in whole if json.loads(line)["step"] <= training.step]
+        self._accelerator.wait_for_everyone()
+        if self._accelerator.is_main_process:
+            for partial in self.folder.glob("step-*.partial"):
+                shutil.rmtree(partial, ignore_errors=True)
+            replace_text(self.folder / METRICS_FILE, "".join(lines))
+
+    def log(self, measured: TrainingMeasurement, kind: str) -> None:
+        """Append a measurement to metrics.jsonl."""
+        if self._accelerator.is_main_process:
+            with (self.folder / METRICS_FILE).open("a", encoding="utf-8") as file:
+                file.write(json.dumps({"kind": kind, **asdict(measured)}) + "\n")
+
+    def measurements(self) -> list[dict[str, Any]]:
+        """All measurements so far."""
+        return [json.loads(line) for line in self._metrics().splitlines()]
+
+    def remove(self) -> None:
+        """Delete the folder of a finished training."""
+        shutil.rmtree(self.folder, ignore_errors=True)
+
+    def _metrics(self) -> str:
+        file = self.folder / METRICS_FILE
+        return file.read_text("utf-8") if file.exists() else ""
+
+    def _states(self) -> list[Path]:
+        return sorted(path for path in self.folder.glob("step-*") if re.fullmatch(r"step-\d{8,}", path.name))
+
+    @contextmanager
+    def _damage_named(self, path: Path) -> Iterator[None]:
+        """Turn what damaged files cause into an error that names them."""
+        try:
+            yield
+        except _DAMAGE as error:
+            raise InputFault(
+                f"{path}: is damaged ({_reason(error)}): remove it to continue from an earlier state, or remove {self.folder} "
+                "to start again"
+            ) from error
+
+
+@contextmanager
+def write_errors(what: str) -> Iterator[None]:
+    """Turn a failed write into an error that says how to continue."""
+    try:
+        yield
+    except _WRITE_ERRORS as error:
+        raise InputFault(
+            f"cannot write {what} ({_reason(error)}): free disk space, and continue from the last state with --resume"
+        ) from error
+
+
+def _reason(error: BaseException) -> str:
+    """First line of an exception's message, or its type."""
+    return str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__

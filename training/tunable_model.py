@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any, cast
 
 import torch
@@ -90,23 +89,27 @@ def _grow(model: PreTrainedModel, tokens: int) -> None:
 class TunableModel:
     """A model with its tokenizer, special tokens and configuration, ready for tuning."""
 
-    folder: Path
+    checkpoint: Checkpoint
     model: PreTrainedModel  # float32
-    dtype: torch.dtype  # of the checkpoint
     tokenizer: Any
     names: TokenNames
     encoder: ConversationEncoder
     mask_slots: int  # of the tuned model
     mask_layout: MaskLayout  # the same
     base: BaseIdentity | None  # of the checkpoint, for a gated adapter
-    adapter: MaskAdapter | None  # of the model: it is trained further
-    correction: Factors | None  # the same
-    input_rows: InputRows | None  # the same
-    phrases: Phrases | None  # the same
 
     @property
     def tokens(self) -> TokenIds:
         return self.encoder.tokens
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """The type of the checkpoint's weights."""
+        named = getattr(self.checkpoint.config, "dtype", None)
+        if isinstance(named, torch.dtype):
+            return named
+        dtype: torch.dtype = getattr(torch, named) if named in PRECISIONS else torch.float32
+        return dtype
 
 
 def open_tunable_model(checkpoint: Checkpoint, settings: TrainingSettings, requested: TokenNames) -> TunableModel:
@@ -139,22 +142,15 @@ def open_tunable_model(checkpoint: Checkpoint, settings: TrainingSettings, reque
         child=ids[masks + 1] if names.fork else None,
         end=checkpoint.tokens.end,
     )
-    slots = settings.slots or checkpoint.drafts.mask_slots
-    encoder = conversation_encoder(tokenizer, tokens)
     return TunableModel(
-        folder,
+        checkpoint,
         model,
-        _dtype_of(checkpoint.config),
         tokenizer,
         names,
-        encoder,
-        slots,
+        conversation_encoder(tokenizer, tokens),
+        settings.slots or checkpoint.drafts.mask_slots,
         settings.mask_layout if settings.drafts else checkpoint.drafts.layout,
         base,
-        checkpoint.mechanism(MaskAdapter),
-        checkpoint.mechanism(Factors),
-        checkpoint.mechanism(InputRows),
-        checkpoint.mechanism(Phrases),
     )
 
 
@@ -167,11 +163,3 @@ def cutoff_for(settings: TrainingSettings, positions: int) -> int:
             f"--cutoff is {settings.cutoff}: expected 8 to {positions}, the maximum positions of the model"
         )
     return settings.cutoff
-
-
-def _dtype_of(config: Any) -> torch.dtype:
-    named = getattr(config, "dtype", None)
-    if isinstance(named, torch.dtype):
-        return named
-    dtype: torch.dtype = getattr(torch, named) if named in PRECISIONS else torch.float32
-    return dtype

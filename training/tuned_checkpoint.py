@@ -46,7 +46,7 @@ def write_checkpoint(
     model.save_pretrained(folder, state_dict=None if state is None else _cast(state, dtype))
     model.generation_config = generation
     tunable.tokenizer.save_pretrained(folder)
-    _copy_generation(tunable.folder / _GENERATION_FILE, folder / _GENERATION_FILE, tunable.tokens.end)
+    _copy_generation(tunable.checkpoint.folder / _GENERATION_FILE, folder / _GENERATION_FILE, tunable.tokens.end)
     for file in folder.glob("*.safetensors"):
         file.chmod(0o644)  # safetensors creates files that only the owner can read
     write_sar_config(folder, _sar_config(tunable, tuned))
@@ -122,58 +122,53 @@ _PACKAGES = ("torch", "transformers", "accelerate", "peft", "tokenizers")
 
 def write_card(folder: Path, job: TuningJob, batches: TrainingBatches, outcome: TuningOutcome) -> None:
     """Write the model card to a checkpoint folder."""
-    (folder / CARD_FILE).write_text(card(job, batches, outcome), "utf-8")
-
-
-def card(job: TuningJob, batches: TrainingBatches, outcome: TuningOutcome) -> str:
-    """The card as Markdown."""
-    settings, counts = outcome.settings, outcome.counts
-    learned = {
-        "sar": f"to draft {settings.slots} tokens ahead with mask slots",
-        "apar": "to fork into parallel threads",
-        "both": f"to draft {settings.slots} tokens ahead with mask slots and to fork into parallel threads",
-    }
+    settings = outcome.settings
+    drafting, forking = f"to draft {settings.slots} tokens ahead with mask slots", "to fork into parallel threads"
+    learned = " and ".join([drafting] * settings.drafts + [forking] * settings.forks)
     last = {line["kind"]: line for line in outcome.measurements}
     title = f"{job.checkpoint.name}, tuned with spaceport"
-    usage = f"This model was trained {learned[settings.objective]}. Export it with `spaceport export`"
+    usage = f"This model was trained {learned}. Export it with `spaceport export`"
     if job.adapter_only:
         title = f"Adapter for {job.checkpoint.name}, trained with spaceport"
         usage = (
-            f"This adapter was trained {learned[settings.objective]}; it needs its base model. Export both with "
+            f"This adapter was trained {learned}; it needs its base model. Export both with "
             f"`spaceport export {job.checkpoint.name} BUNDLE --adapter {job.target.name}`"
         )
+    slots = (f"mask slot {slot}" for slot in range(1, settings.slots + 1))
     parts = [
         f"# {title}",
         f"{usage} and measure its draft acceptance with `spaceport acceptance`.",
         "## Results",
-        _table(("", *(_column(index) for index in range(settings.slots + 1))), _results(last)),
+        _table(("", "next token", *slots), _results(last)),
         "Loss is the mean cross entropy; accuracy is the fraction of targets that are the most probable token, given the true text.",
         "## Data",
         _table(("file",), [(path.name,) for path in job.data]),
-        _table(("samples", "count"), [(name, count) for name, count in counts.items() if count]),
+        _table(("samples", "count"), [(name, count) for name, count in outcome.counts.items() if count]),
         "## Training",
-        _table(("", ""), _training(batches, last)),
+        _table(("", ""), _training(batches, last.get("training", {}))),
         "## Settings",
-        _table(("setting", "value"), [(name, value) for name, value in settings.as_dict().items()]),
+        _table(("setting", "value"), list(settings.as_dict().items())),
         "## Versions",
         _table(("package", "version"), [("spaceport", __version__), *((name, version(name)) for name in _PACKAGES)]),
     ]
-    return "\n\n".join(parts) + "\n"
+    (folder / CARD_FILE).write_text("\n\n".join(parts) + "\n", "utf-8")
 
 
 def _results(last: dict[str, dict[str, Any]]) -> list[Sequence[object]]:
     rows: list[Sequence[object]] = []
     for kind, line in last.items():
-        rows.append((f"{kind}: loss", *("-" if value is None else f"{value:.3f}" for value in line["losses"])))
-        rows.append((f"{kind}: accuracy", *("-" if value is None else f"{value:.1%}" for value in line["accuracies"])))
-        if line.get("corrected"):
-            corrected = ("-" if value is None else f"{value:.1%}" for value in line["corrected"])
-            rows.append((f"{kind}: accuracy with the draft correction", "-", *corrected))
+        rows.append((f"{kind}: loss", *_shown(line["losses"], ".3f")))
+        rows.append((f"{kind}: accuracy", *_shown(line["accuracies"], ".1%")))
+        if line["corrected"]:
+            rows.append((f"{kind}: accuracy with the draft correction", "-", *_shown(line["corrected"], ".1%")))
     return rows
 
 
-def _training(batches: TrainingBatches, last: dict[str, dict[str, Any]]) -> list[Sequence[object]]:
-    final = last.get("training", {})
+def _shown(values: Iterable[float | None], form: str) -> list[str]:
+    return ["-" if value is None else f"{value:{form}}" for value in values]
+
+
+def _training(batches: TrainingBatches, final: dict[str, Any]) -> list[Sequence[object]]:
     steps = final.get("step", 0)  # fewer than planned if a time budget ended the training
     return [
         ("samples per epoch", batches.samples),
@@ -182,10 +177,6 @@ def _training(batches: TrainingBatches, last: dict[str, dict[str, Any]]) -> list
         ("tokens, mask slots included", f"{final.get('tokens', 0):,}"),
         ("hours", f"{final.get('seconds', 0) / 3600:.2f}"),
     ]
-
-
-def _column(index: int) -> str:
-    return f"mask slot {index}" if index else "next token"
 
 
 def _table(head: Sequence[str], rows: Sequence[Sequence[object]]) -> str:

@@ -24,16 +24,16 @@ from spaceport.exporter.checkpoint_files import save_acceptance
 from spaceport.exporter.interrupts import interrupts_handled
 from spaceport.graphs.contract.draft_methods import DraftAcceptance, measured_acceptance
 from spaceport.graphs.contract.faults import InputFault, OptionFault
+from spaceport.graphs.phrases import Phrases
 from spaceport.training.conversations import Conversation, read_conversations
 from spaceport.training.job import TuningJob, TuningOutcome, check_job, facts_of
 from spaceport.training.methods import Merge, adapter_settings, select_parameters
 from spaceport.training.packed_model import PackedModel, packed_model_of
 from spaceport.training.packing import PackedRow, TrainingBatches, require_forks
 from spaceport.training.phrases import phrases_of
-from spaceport.training.samples import ConversationError, Prepared, prepare
+from spaceport.training.samples import prepare_files
 from spaceport.training.settings import DEFAULT, TokenNames, TrainingSettings
-from spaceport.training.states import METRICS_FILE, TrainingStates, write_errors
-from spaceport.training.training import Training, TrainingMeasurement
+from spaceport.training.training import METRICS_FILE, Training, TrainingMeasurement, TrainingStates, write_errors
 from spaceport.training.tunable_model import TunableModel, cutoff_for, open_tunable_model
 from spaceport.training.tuned_checkpoint import write_adapter_only, write_card, write_checkpoint
 
@@ -71,8 +71,8 @@ def described(measured: TrainingMeasurement, kind: str) -> str:
     parts = ["validation"] if kind == "validation" else []
     if measured.losses[0] is not None:  # a frozen base's next-token loss is not measured while it trains
         parts.append(f"loss {measured.losses[0]:.3f}  accuracy {_percent(measured.accuracies[0])}")
-    if measured.mask_accuracies:
-        parts.append(f"mask slots {' '.join(map(_percent, measured.mask_accuracies))}")
+    if measured.accuracies[1:]:
+        parts.append(f"mask slots {' '.join(map(_percent, measured.accuracies[1:]))}")
     if measured.corrected:
         parts.append(f"corrected {' '.join(map(_percent, measured.corrected))}")
     if kind == "validation" and measured.acceptance:
@@ -158,11 +158,13 @@ def train(job: TuningJob) -> TuningOutcome:
     states = TrainingStates(job.target, accelerator, job.resume)
     job, tunable, packed_model, texts = _open(job, progress)
     settings = job.settings
-    prepared = gather(job.data, texts, tunable, settings)
+    prepared = prepare_files(
+        {file: texts[file] for file in job.data}, tunable.encoder, settings.cutoff, settings.unfork_rate > 0
+    )
     progress.say("samples: " + ", ".join(f"{count} {name}" for name, count in prepared.counts.items() if count))
     require_forks(settings, prepared)
     batches = TrainingBatches(prepared, settings, tunable.tokens.mask)
-    phrases = phrases_of(prepared, settings.phrases) if settings.drafts else tunable.phrases
+    phrases = phrases_of(prepared, settings.phrases) if settings.drafts else tunable.checkpoint.mechanism(Phrases)
     packed_model, merge = select_parameters(job, tunable, packed_model, accelerator)
     if settings.method == "gated-lora":  # their logits cannot be trained
         unforked = () if prepared.forked else tunable.tokens.fork_ids
@@ -220,27 +222,12 @@ def open_accelerator(bf16: bool) -> Accelerator:
     return accelerator
 
 
-def gather(files: Sequence[Path], texts: _Texts, tunable: TunableModel, settings: TrainingSettings) -> Prepared:
-    """Samples of all files, with their summed counts."""
-    merged = Prepared()
-    for file in files:
-        try:
-            found = prepare(texts[file], tunable.encoder, settings.cutoff, settings.unfork_rate > 0)
-        except ConversationError as error:
-            raise InputFault(f"{file} {error}") from error
-        merged.forked += found.forked
-        merged.unforked += found.unforked
-        merged.whole += found.whole
-        merged.counts.update(found.counts)
-    return merged
-
-
 def _validation_rows(job: TuningJob, texts: _Texts, tunable: TunableModel) -> list[PackedRow]:
     """Rows of the validation data."""
     if not job.validation:
         return []
     plain = replace(job.settings, epochs=1.0, max_steps=None, unfork_rate=0.0)
-    prepared = gather(job.validation, texts, tunable, plain)
+    prepared = prepare_files({file: texts[file] for file in job.validation}, tunable.encoder, plain.cutoff)
     if not (prepared.forked or prepared.whole):
         raise InputFault("no validation samples: every sample was dropped; expected at least one usable conversation")
     batches = TrainingBatches(prepared, plain, tunable.tokens.mask)

@@ -7,8 +7,7 @@ import io
 import json
 import time
 from collections import OrderedDict
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, ExitStack
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from itertools import combinations
 from pathlib import Path
@@ -24,15 +23,10 @@ from polygraphy.logger import G_LOGGER
 from spaceport.graphs.contract.atomic_file import replace_text
 from spaceport.graphs.contract.exactness import NATIVE_MEAN, OTHER_EXPERTS, tolerance_of
 from spaceport.graphs.contract.manifest import ACCURACY_FILE
+from spaceport.graphs.contract.progress import reaches_quarter
 from spaceport.graphs.contract.signature import Precision
+from spaceport.runtime.engine import Engine, EngineFault
 from spaceport.verify.cases import Array, RecordedCall
-
-# Runs one recorded call on an engine, whose KV cache persists from call to call; returns the logits, B x R x V.
-RunCall = Callable[[Mapping[str, Array]], NDArray[np.float32]]
-
-
-class CallFailed(RuntimeError):
-    """An engine returned no logits; the message is the engine's own."""
 
 
 @dataclass(frozen=True)
@@ -41,13 +35,8 @@ class ComparedEngine:
 
     name: str
     dtype: Precision
-    open: Callable[[], AbstractContextManager[RunCall]]
-    native: bool = False
-    experts: bool = False  # whether rows choose experts by rounded states
-
-    @property
-    def tolerance(self) -> float:
-        return tolerance_of(self.dtype, self.native)
+    open: Callable[[], Engine]
+    backend: str | None = None  # None: a reference, the PyTorch model or standard operators
 
 
 @dataclass(frozen=True)
@@ -137,76 +126,85 @@ class ComparedPair:
 
 
 class EngineRunner(BaseRunner):  # type: ignore[misc]  # polygraphy ships no types
-    """A Polygraphy runner over an engine."""
+    """A Polygraphy runner over an engine; the one that the calls were recorded on does not run again."""
 
-    def __init__(self, engine: ComparedEngine, calls: Sequence[RecordedCall]) -> None:
-        super().__init__(name=engine.name)
+    def __init__(
+        self,
+        compared: ComparedEngine,
+        calls: Sequence[RecordedCall],
+        recorded: bool,
+        on_progress: Callable[[str], None],
+    ) -> None:
+        super().__init__(name=compared.name)
         self.faults: dict[str, str] = {}  # error message by case
-        self._engine = engine
-        self._calls = calls
-        self._remaining: Iterator[RecordedCall] = iter(())
-        self._opened = ExitStack()
-        self._run: RunCall | None = None
+        self._compared, self._calls, self._recorded, self._on_progress = compared, calls, recorded, on_progress
+        self._engine: Engine | None = None
 
     def activate_impl(self) -> None:
-        self._run = self._opened.enter_context(self._engine.open())
-        self._remaining = iter(self._calls)
+        if not self._recorded:
+            self._on_progress(f"running them on {self.name}")
+            self._engine = self._compared.open()
 
     def deactivate_impl(self) -> None:
-        self._opened.close()
+        if self._engine is not None:
+            self._engine.close()
 
     def get_input_metadata_impl(self) -> TensorMetadata:
-        metadata = TensorMetadata()
-        for name, array in self._calls[0].arrays.items():
-            metadata.add(name, dtype=array.dtype, shape=(None,) * array.ndim)
-        return metadata
+        return TensorMetadata().add("call", dtype=np.int64, shape=(1,))
 
     def infer_impl(self, feed_dict: Mapping[str, Array]) -> OrderedDict[str, Array]:
-        assert self._run is not None
-        case, started = next(self._remaining).case, time.perf_counter()
-        logits = np.empty(0, np.float32)  # after a failure the KV cache is lost: the rest of the case is not run
-        if case not in self.faults:
-            try:
-                logits = self._run(feed_dict).copy()
-            except CallFailed as error:
-                self.faults[case] = f"{self.name}: {error}"
+        started, number, total = time.perf_counter(), int(feed_dict["call"][0]), len(self._calls)
+        call = self._calls[number]
+        logits = call.expected
+        if self._engine is not None:
+            logits = self._logits(call, self._engine)
+            if reaches_quarter(number, number + 1, total):
+                self._on_progress(f"compared {number + 1} of {total} calls")
         self.inference_time = time.perf_counter() - started
         return OrderedDict(logits=logits)
 
-
-def recorded_engine(
-    name: str, dtype: Precision, calls: Sequence[RecordedCall], native: bool = False, experts: bool = False
-) -> ComparedEngine:
-    """The engine that the calls were recorded on: its logits are known, so it does not run again."""
-
-    def open_recording() -> AbstractContextManager[RunCall]:
-        remaining = iter(calls)
-        return contextlib.nullcontext(lambda arrays: next(remaining).expected)
-
-    return ComparedEngine(name, dtype, open_recording, native, experts)
+    def _logits(self, call: RecordedCall, engine: Engine) -> NDArray[np.float32]:
+        """The logits of a call; none after a failure: the KV cache is lost, and the rest of the case is not run."""
+        if call.case not in self.faults:
+            try:
+                return call.run(engine).copy()
+            except EngineFault as error:
+                self.faults[call.case] = f"{self.name}: {error}"
+        return np.empty(0, np.float32)
 
 
-def compare(engines: Sequence[ComparedEngine], calls: Sequence[RecordedCall]) -> list[ComparedPair]:
-    """The differences of every pair of engines on the logits of all calls; the engines run one after the other."""
-    runners = [EngineRunner(engine, calls) for engine in engines]
-    by_name = {engine.name: engine for engine in engines}
+def compare(
+    engines: Sequence[ComparedEngine],
+    calls: Sequence[RecordedCall],
+    native: bool = False,
+    experts: bool = False,
+    on_progress: Callable[[str], None] = lambda _: None,
+) -> list[ComparedPair]:
+    """The differences of every pair of engines on the logits of all calls, which were recorded on the first engine.
+
+    The engines run one after the other. `native`: they compute with native operators, or what these compute. `experts`:
+    rows choose experts by rounded states.
+    """
+    runners = [EngineRunner(engine, calls, engine is engines[0], on_progress) for engine in engines]
+    dtypes = {engine.name: engine.dtype for engine in engines}
+
+    def coarser(first: str, second: str) -> Precision:
+        return max(dtypes[first], dtypes[second], key=lambda dtype: tolerance_of(dtype, native))
 
     def compared(first: Any, second: Any) -> OrderedDict[str, LogitDifference]:
-        tolerance = _coarser(by_name[first.runner_name], by_name[second.runner_name]).tolerance
+        tolerance = tolerance_of(coarser(first.runner_name, second.runner_name), native)
         return OrderedDict(logits=compare_logits("", first["logits"], second["logits"], tolerance))
 
     with G_LOGGER.verbosity(G_LOGGER.CRITICAL), contextlib.redirect_stdout(io.StringIO()):
-        results = Comparator.run(runners, data_loader=[call.arrays for call in calls], warm_up=0)
+        numbers = [{"call": np.array([number])} for number in range(len(calls))]
+        results = Comparator.run(runners, data_loader=numbers, warm_up=0)
         pairs = list(combinations(range(len(engines)), 2))
         (report,) = Comparator.compare_accuracy(results, comparisons=pairs, compare_func=compared)
     faults = {runner.name: runner.faults for runner in runners}
     found = []
     for (first, second), outputs in report.items():
-        coarser = _coarser(by_name[first], by_name[second])
-        cases = _by_case(calls, outputs, faults[first] | faults[second])
-        found.append(
-            ComparedPair(first, second, coarser.dtype, cases, coarser.tolerance, coarser.native, coarser.experts)
-        )
+        dtype, cases = coarser(first, second), _by_case(calls, outputs, faults[first] | faults[second])
+        found.append(ComparedPair(first, second, dtype, cases, tolerance_of(dtype, native), native, experts))
     return found
 
 
@@ -258,10 +256,6 @@ def _by_case(
     for call, output in zip(calls, outputs, strict=True):
         parts.setdefault(call.case, []).append(replace(output["logits"], case=call.case))
     return tuple(replace(merged(part), fault=faults.get(case)) for case, part in parts.items())
-
-
-def _coarser(first: ComparedEngine, second: ComparedEngine) -> ComparedEngine:
-    return max(first, second, key=lambda engine: engine.tolerance)
 
 
 def write_report(bundle: Path, report: Mapping[str, Any]) -> None:

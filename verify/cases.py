@@ -3,15 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
+from copy import deepcopy
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
-from typing import Any, Literal, NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
-from spaceport.graphs.contract.faults import OptionFault
 from spaceport.graphs.contract.manifest import Manifest, TokenIds
 from spaceport.graphs.contract.signature import VISIBLE_STEP, Signature
 from spaceport.runtime.costs import relative_costs
@@ -24,14 +24,13 @@ from spaceport.runtime.decode.step import step
 from spaceport.runtime.decoding import Decoding
 from spaceport.runtime.engine import PREFILL_ROWS, Batch, Engine, Moves
 from spaceport.runtime.sampling.choice import Bans, Greedy
+from spaceport.runtime.sampling.option_fields import check_options, option
 
 REQUESTS = 3  # of a call
 DEFAULT_LONG, SHORTEST = 1024, 32  # tokens of the longest case
 _SPARE = 8  # positions that the longest prompt leaves for generated tokens
 _PLAIN = DraftConfig(0, "chain")
 Array = NDArray[Any]
-# few: three calls for engines that need half a minute for one: a prompt at once, then tokens one at a time.
-Cases = Literal["all", "few"]
 
 
 @dataclass(frozen=True)
@@ -40,27 +39,38 @@ class CheckOptions:
 
     checkpoint: Path | None = None  # of the PyTorch model; None: compare the engines with each other
     backends: tuple[str, ...] = ()  # empty: all that can run here
-    length: int | None = None  # tokens of the longest case; None: what all engines have capacity for
+    length: int | None = option(
+        None,
+        "Tokens of the long-context case.",
+        SHORTEST,
+        unset=f"{DEFAULT_LONG}, or the maximum of the model and all engines",
+        flag="--long-context",
+    )
+    layers: bool = option(False, "Find the first layer whose output is out of tolerance.")
+    seed: int = option(0, "Random seed of prompts and draft trees.", 0)
     threads: int = 0
-    seed: int = 0
-    remote_code: bool = False
+    trust_remote_code: bool = False
     trust_engines: bool = False
-    layers: bool = False  # also find the first layer value that is out of tolerance
     adapter: Path | None = None  # adapter folder of the checkpoint
-    cases: Cases = "all"
 
     def __post_init__(self) -> None:
-        if self.length is not None and self.length < SHORTEST:
-            raise OptionFault(f"--long-context is {self.length}: expected at least {SHORTEST}")
+        check_options(self)
 
 
 @dataclass(frozen=True)
 class RecordedCall:
-    """The inputs of one engine call, the case that it belongs to, and the logits of the engine that it was recorded on."""
+    """One engine call, the case that it belongs to, and the logits of the engine that it was recorded on."""
 
     case: str
-    arrays: dict[str, Array]
+    batch: Batch
     expected: NDArray[np.float32]
+    moves: tuple[tuple[int, Sequence[Moves]], ...] = ()  # KV slots that move before the call, from a request on
+
+    def run(self, engine: Engine) -> NDArray[np.float32]:
+        """The logits of an engine that has run the calls before this one."""
+        for first, moves in self.moves:
+            engine.move(first, moves)
+        return engine.run(self.batch)
 
 
 @dataclass(frozen=True)
@@ -91,20 +101,16 @@ class Recorder(Engine):
         self.costs, self.notes = engine.costs, engine.notes
         self.calls: list[RecordedCall] = []
         self.case = ""
-        self._moves: list[tuple[int, int, int]] = []  # request, source slot, target slot: since the last call
+        self._moves: list[tuple[int, Sequence[Moves]]] = []  # since the last call
 
     def run(self, batch: Batch) -> NDArray[np.float32]:
-        arrays: dict[str, Array] = {name: array.copy() for name, array in batch.arrays(self.signature)}
-        arrays["first"] = np.array([batch.first], np.int64)
-        arrays["moves"] = np.array(self._moves, np.int64).reshape(-1, 3)
-        self._moves = []
         logits = self.engine.run(batch)
-        self.calls.append(RecordedCall(self.case, arrays, logits.copy()))
+        self.calls.append(RecordedCall(self.case, deepcopy(batch), logits.copy(), tuple(self._moves)))
+        self._moves = []
         return logits
 
     def move(self, first: int, moves: Sequence[Moves]) -> None:
-        for request, (sources, targets) in enumerate(moves, first):
-            self._moves.extend((request, int(s), int(t)) for s, t in zip(sources, targets, strict=True))
+        self._moves.append((first, deepcopy(moves)))
         self.engine.move(first, moves)
 
     def copy(self, source: int, target: int, slots: NDArray[np.int64]) -> None:
@@ -117,34 +123,21 @@ class Recorder(Engine):
         self.engine.close()
 
 
-def replay(engine: Engine) -> Callable[[Any], NDArray[np.float32]]:
-    """A function that runs recorded calls on an engine."""
-
-    def call(arrays: dict[str, Array]) -> NDArray[np.float32]:
-        names = [tensor.name for tensor in engine.signature.rows]
-        batch = Batch(first=int(arrays["first"][0]), **{name: np.ascontiguousarray(arrays[name]) for name in names})
-        moves = arrays["moves"]
-        if moves.size:
-            first, last = int(moves[:, 0].min()), int(moves[:, 0].max())
-            own = [moves[moves[:, 0] == request] for request in range(first, last + 1)]
-            engine.move(first, [(each[:, 1].copy(), each[:, 2].copy()) for each in own])
-        return engine.run(batch)
-
-    return call
-
-
 def record(
     engine: Engine,
     manifest: Manifest,
     limits: EngineLimits,
     seed: int = 0,
-    chosen: Cases = "all",
+    few: bool = False,
     on_case: Callable[[int, int], None] = lambda done, total: None,
 ) -> Recording:
-    """The calls of the chosen cases, in the order in which they must be replayed."""
+    """The calls of all cases, in the order in which they must be replayed.
+
+    `few` leaves three, for engines that need half a minute for one: a prompt at once, then tokens one at a time.
+    """
     recorder = Recorder(engine, limits)
     builder = _Builder(recorder, manifest, np.random.default_rng(seed))
-    if chosen == "all":
+    if not few:
         cases = [*_step_cases(builder, manifest, limits), *_more_cases(builder, manifest, limits)]
     else:
         cases = [partial(builder.text, "prompt, every row, and cached rows", [9], _PLAIN, 3, echo=0)]
@@ -155,7 +148,7 @@ def record(
         case()
         on_case(done, len(cases))
     window, longest = manifest.signature.window, limits.length - _SPARE
-    if chosen == "all" and window is not None and longest <= window < manifest.max_positions:
+    if not few and window is not None and longest <= window < manifest.max_positions:
         builder.skipped.append(
             f"contexts longer than the attention window of {window} positions: raise --long-context to include them"
         )

@@ -2,16 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import closing, contextmanager
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import closing
 from dataclasses import dataclass, replace
 from functools import partial
-from itertools import count
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
-
-import numpy as np
-from numpy.typing import NDArray
 
 from spaceport.graphs.contract.exactness import tolerance_of
 from spaceport.graphs.contract.faults import MissingDependency, OptionFault
@@ -23,30 +18,12 @@ from spaceport.runtime.backends import BACKENDS, by_reason, open_engine, require
 from spaceport.runtime.backends.graph_file import operators
 from spaceport.runtime.backends.machine import gpu, no_gpu
 from spaceport.runtime.bundle import Bundle
-from spaceport.runtime.engine import PREFILL_ROWS, Engine, EngineFault, EngineOptions, capacity_for
-from spaceport.verify.accuracy import (
-    CallFailed,
-    ComparedEngine,
-    ComparedPair,
-    LogitDifference,
-    RunCall,
-    compare,
-    recorded_engine,
-)
-from spaceport.verify.cases import (
-    DEFAULT_LONG,
-    REQUESTS,
-    SHORTEST,
-    Array,
-    Cases,
-    CheckOptions,
-    EngineLimits,
-    Recording,
-    record,
-    replay,
-)
+from spaceport.runtime.engine import PREFILL_ROWS, EngineOptions, capacity_for
+from spaceport.verify.accuracy import ComparedEngine, ComparedPair, LogitDifference, compare
+from spaceport.verify.cases import DEFAULT_LONG, REQUESTS, SHORTEST, CheckOptions, EngineLimits, Recording, record
 
 if TYPE_CHECKING:
+    from spaceport.runtime.backends.on_torch import TorchEngine
     from spaceport.verify.layers import LayerComparison
     from spaceport.verify.quantization import Agreement
 
@@ -54,44 +31,13 @@ _GENERATED = 64  # tokens that the cases generate after their longest prompt, at
 
 
 @dataclass(frozen=True)
-class CheckedEngine:
-    """An engine that can run the bundle."""
-
-    name: str
-    backend: str | None  # None: a reference, the PyTorch model or standard operators
-    dtype: Precision
-    open: Callable[[], Engine]
-    native: bool = False
-    experts: bool = False
-
-    def compared(self, calls: int, on_progress: Callable[[str], None]) -> ComparedEngine:
-        """The engine as a comparison opens, runs and closes it."""
-
-        @contextmanager
-        def open_replay() -> Iterator[RunCall]:
-            on_progress(f"running them on {self.name}")
-            with closing(self.open()) as engine:
-                run, numbers = raising_call_failed(replay(engine)), count(1)
-
-                def counted(arrays: Mapping[str, Array]) -> NDArray[np.float32]:
-                    logits, done = run(arrays), next(numbers)
-                    if reaches_quarter(done - 1, done, calls):
-                        on_progress(f"compared {done} of {calls} calls")
-                    return logits
-
-                yield counted
-
-        return ComparedEngine(self.name, self.dtype, open_replay, self.native, self.experts)
-
-
-@dataclass(frozen=True)
 class EngineSelection:
     """The engines that are compared, their shared limits, and the backends that cannot run here."""
 
-    engines: tuple[CheckedEngine, ...]  # the cases are recorded on the first one
+    engines: tuple[ComparedEngine, ...]  # the cases are recorded on the first one
     limits: EngineLimits
     not_compared: Mapping[str, str]  # reason by backend
-    cases: Cases
+    few: bool  # whether only a few cases are compared
 
     @property
     def backends(self) -> tuple[str, ...]:
@@ -103,14 +49,16 @@ def select_engines(bundle: Bundle, options: CheckOptions) -> EngineSelection:
     checkpoint, then the backends."""
     if options.layers and options.checkpoint is None:
         raise OptionFault("--layers compares with the PyTorch model: expected a CHECKPOINT after the bundle")
-    cases = _cases(bundle, options)
-    length = SHORTEST if cases == "few" else options.length
+    if options.length is not None and options.length > bundle.manifest.max_positions:
+        raise OptionFault(
+            f"--long-context is {options.length}: expected at most {bundle.manifest.max_positions}, the maximum of the model"
+        )
+    few = _only_few(bundle, options)
+    length = SHORTEST if few else options.length
     limits = limits_of(bundle.manifest, length, _largest(bundle, options))
     engine_options = EngineOptions(limits.capacity, limits.requests, options.threads, options.trust_engines)
     not_compared = {}
     for name in options.backends:
-        if name not in BACKENDS:
-            raise OptionFault(f"backend is {name!r}: expected {', '.join(BACKENDS)}")
         require(bundle, name, engine_options)
     if not options.backends:
         not_compared = {
@@ -126,7 +74,7 @@ def select_engines(bundle: Bundle, options: CheckOptions) -> EngineSelection:
     ]
     if len(engines) < 2:
         raise OptionFault(_alone(bundle, engines, not_compared, options))
-    return EngineSelection(tuple(engines), limits, not_compared, cases)
+    return EngineSelection(tuple(engines), limits, not_compared, few)
 
 
 def limits_of(manifest: Manifest, length_option: int | None, engines: Sequence[EngineRecord]) -> EngineLimits:
@@ -140,23 +88,11 @@ def limits_of(manifest: Manifest, length_option: int | None, engines: Sequence[E
     return EngineLimits(length, capacity_for(manifest, length + _GENERATED), requests, rows)
 
 
-def raising_call_failed(call: Callable[[Mapping[str, Array]], NDArray[np.float32]]) -> RunCall:
-    """The same call, raising CallFailed for a fault of the engine."""
-
-    def called(arrays: Mapping[str, Array]) -> NDArray[np.float32]:
-        try:
-            return call(arrays)
-        except EngineFault as error:
-            raise CallFailed(str(error)) from error
-
-    return called
-
-
 def _largest(bundle: Bundle, options: CheckOptions) -> list[EngineRecord]:
     """Of the engines built for this GPU and this graph, the one of each flavour with the largest capacity."""
     if no_gpu() is not None:
         return []
-    flavours = {BACKENDS[name].flavour for name in options.backends or BACKENDS if name in BACKENDS} - {None}
+    flavours = {BACKENDS[name].flavour for name in options.backends or BACKENDS} - {None}
     fitting = [
         record
         for record in bundle.manifest.engines.values()
@@ -166,17 +102,26 @@ def _largest(bundle: Bundle, options: CheckOptions) -> list[EngineRecord]:
     return [max(records, key=lambda record: (record.capacity, record.requests)) for records in by_flavour if records]
 
 
-def _references(bundle: Bundle, options: CheckOptions, limits: EngineLimits) -> list[CheckedEngine]:
+def _references(bundle: Bundle, options: CheckOptions, limits: EngineLimits) -> list[ComparedEngine]:
     if options.checkpoint is None:
         return []
-    bundle_dtype = bundle.manifest.signature.dtype
     return [
-        _reference(bundle, options, options.checkpoint, limits, dtype)
-        for dtype in dict.fromkeys(("float32", bundle_dtype))
+        ComparedEngine(f"PyTorch {dtype}", dtype, partial(_open_model, bundle, options, limits, dtype))
+        for dtype in dict.fromkeys(("float32", bundle.manifest.signature.dtype))
     ]
 
 
-def _standard(bundle: Bundle, options: CheckOptions, engine_options: EngineOptions) -> list[CheckedEngine]:
+def _open_model(bundle: Bundle, options: CheckOptions, limits: EngineLimits, dtype: Precision) -> TorchEngine:
+    from spaceport.verify.reference import open_reference
+
+    assert options.checkpoint is not None
+    return open_reference(
+        *(bundle, options.checkpoint, limits.capacity, limits.requests, dtype),
+        *(options.trust_remote_code, options.threads, options.adapter),
+    )
+
+
+def _standard(bundle: Bundle, options: CheckOptions, engine_options: EngineOptions) -> list[ComparedEngine]:
     """The functions of a native graph, which ONNX Runtime runs where no library is registered."""
     manifest = bundle.manifest
     if options.checkpoint is not None or not manifest.native or library_path() is None:
@@ -186,46 +131,31 @@ def _standard(bundle: Bundle, options: CheckOptions, engine_options: EngineOptio
     if manifest.graph_bytes <= MOST_FOLDED:  # its threads would wait for each other longer than they work
         engine_options = replace(engine_options, threads=options.threads or 1)
     opened = partial(open_with_library, bundle, engine_options, None)
-    name, dtype = f"standard operators {manifest.format}", manifest.signature.dtype
-    return [CheckedEngine(name, None, dtype, opened, native=True, experts=has_experts(bundle))]
+    return [ComparedEngine(f"standard operators {manifest.format}", manifest.signature.dtype, opened)]
 
 
-def _cases(bundle: Bundle, options: CheckOptions) -> Cases:
-    """The cases to compare: few where standard operators unpack the weights of a large bundle in each call."""
+def _only_few(bundle: Bundle, options: CheckOptions) -> bool:
+    """Whether only a few cases are compared, as standard operators unpack the weights of a large bundle in each call."""
     if options.checkpoint is not None or options.length is not None or not bundle.manifest.native:
-        return options.cases
+        return False
     from spaceport.runtime.backends.on_onnxruntime import MOST_FOLDED
 
-    return "few" if bundle.manifest.graph_bytes > MOST_FOLDED else options.cases
+    return bundle.manifest.graph_bytes > MOST_FOLDED
 
 
-def _reference(
-    bundle: Bundle, options: CheckOptions, checkpoint: Path, limits: EngineLimits, dtype: Precision
-) -> CheckedEngine:
-    from spaceport.verify.reference import open_reference
-
-    def opened() -> Engine:
-        return open_reference(
-            *(bundle, checkpoint, limits.capacity, limits.requests, dtype),
-            *(options.remote_code, options.threads, options.adapter),
-        )
-
-    return CheckedEngine(f"PyTorch {dtype}", None, dtype, opened, bundle.manifest.native, has_experts(bundle))
-
-
-def _backend(bundle: Bundle, name: str, engine_options: EngineOptions) -> CheckedEngine:
-    manifest = bundle.manifest
+def _backend(bundle: Bundle, name: str, engine_options: EngineOptions) -> ComparedEngine:
     opened = partial(open_engine, bundle, name, engine_options)
-    dtype, native = manifest.signature.dtype, manifest.native
-    return CheckedEngine(f"{name} {manifest.format}", name, dtype, opened, native, has_experts(bundle))
+    return ComparedEngine(f"{name} {bundle.manifest.format}", bundle.manifest.signature.dtype, opened, name)
 
 
-def has_experts(bundle: Bundle) -> bool:
+def _has_experts(bundle: Bundle) -> bool:
     """Whether the rows of a native graph choose experts: it has no other loops."""
     return bundle.manifest.native and "Loop" in operators(bundle.read(MODEL_FILE))
 
 
-def _alone(bundle: Bundle, engines: list[CheckedEngine], not_compared: Mapping[str, str], options: CheckOptions) -> str:
+def _alone(
+    bundle: Bundle, engines: list[ComparedEngine], not_compared: Mapping[str, str], options: CheckOptions
+) -> str:
     alternative = ", or leave --backend out" if options.backends else ""
     reasons = "".join(f"; not {line}" for line in by_reason(not_compared))
     if bundle.manifest.native and library_path() is None:
@@ -291,7 +221,7 @@ class CheckReport:
 def check(bundle: Bundle, options: CheckOptions, on_progress: Callable[[str], None] = lambda _: None) -> CheckReport:
     """The comparison of all engines that can run a bundle here; they run one after the other on the same calls."""
     selection = select_engines(bundle, options)
-    first, *others = selection.engines
+    first = selection.engines[0]
     on_progress(f"recording the cases on {first.name}")
     with closing(first.open()) as engine:
 
@@ -299,29 +229,25 @@ def check(bundle: Bundle, options: CheckOptions, on_progress: Callable[[str], No
             if reaches_quarter(done - 1, done, total):
                 on_progress(f"recorded {done} of {total} cases")
 
-        recording = record(engine, bundle.manifest, selection.limits, options.seed, selection.cases, on_case)
-    engines = [
-        recorded_engine(first.name, first.dtype, recording.calls, first.native, first.experts),
-        *(other.compared(len(recording.calls), on_progress) for other in others),
-    ]
-    pairs = compare(engines, recording.calls)
+        recording = record(engine, bundle.manifest, selection.limits, options.seed, selection.few, on_case)
+    native = bundle.manifest.native
+    pairs = compare(selection.engines, recording.calls, native, _has_experts(bundle), on_progress)
     layers = find_layer(bundle, options, selection, recording, pairs, on_progress) if options.layers else None
     quantization = None
     if options.checkpoint is not None:
         from spaceport.verify.quantization import measure_quantization
 
         quantization = measure_quantization(
-            bundle, options.checkpoint, options.remote_code, options.seed, options.adapter
+            bundle, options.checkpoint, options.trust_remote_code, options.seed, options.adapter
         )
-    graph, calls, skipped = bundle.manifest.graph, len(recording.calls), tuple(recording.skipped)
     return CheckReport(
-        graph,
+        bundle.manifest.graph,
         selection.backends,
-        selection.cases != "all",
-        calls,
+        selection.few,
+        len(recording.calls),
         tuple(pairs),
         selection.not_compared,
-        skipped,
+        tuple(recording.skipped),
         layers,
         quantization,
     )
@@ -340,22 +266,11 @@ def find_layer(
     Engines show only their logits, so ONNX Runtime runs the graph that they were built from. Both run in the bundle's type.
     """
     from spaceport.verify.layers import GraphLayers, ModelLayers, compare_layers, layer_values
-    from spaceport.verify.reference import open_reference
 
-    assert options.checkpoint is not None
     signature, limits = bundle.manifest.signature, selection.limits
     failed = next((difference.case for pair in pairs for difference in pair.differences if not difference.passed), None)
     calls = [call for call in recording.calls if failed in (None, call.case)]
-    engine = open_reference(
-        bundle,
-        options.checkpoint,
-        limits.capacity,
-        limits.requests,
-        signature.dtype,
-        options.remote_code,
-        options.threads,
-        options.adapter,
-    )
+    engine = _open_model(bundle, options, limits, signature.dtype)
     graph = GraphLayers(bundle, limits, options.threads, any(BACKENDS[name].gpu for name in selection.backends))
     compared = f"PyTorch {signature.dtype} and the graph on onnxruntime {graph.device}"
     on_progress(f"comparing the layers of {compared}")

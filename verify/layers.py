@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
@@ -20,12 +20,12 @@ from spaceport.kernels.native_library import library_path
 from spaceport.runtime.backends.on_onnxruntime import options_for, session_of
 from spaceport.runtime.backends.on_torch import TorchEngine
 from spaceport.runtime.bundle import Bundle
-from spaceport.verify.cases import Array, EngineLimits, RecordedCall, replay
+from spaceport.verify.cases import Array, EngineLimits, RecordedCall
 
 _CUDA, _CPU = "CUDAExecutionProvider", "CPUExecutionProvider"
 
 # Runs a recorded call; returns the graph outputs and marked values by name, as float32.
-RunLayers = Callable[[Mapping[str, Array]], dict[str, Array]]
+RunLayers = Callable[[RecordedCall], dict[str, Array]]
 
 
 class ModelLayers:
@@ -36,12 +36,10 @@ class ModelLayers:
         self._marked = DecoderWithLayerOutputs(engine.module)
         self._names = [tensor.name for tensor in engine.signature.outputs]
         self._outputs: tuple[torch.Tensor, ...] = ()
-        self._call = replay(
-            TorchEngine(self._forward, engine.signature, limits.capacity, limits.requests, engine.device)
-        )
+        self._engine = TorchEngine(self._forward, engine.signature, limits.capacity, limits.requests, engine.device)
 
-    def run(self, arrays: Mapping[str, Array]) -> dict[str, Array]:
-        self._call(arrays)
+    def run(self, call: RecordedCall) -> dict[str, Array]:
+        call.run(self._engine)
         names = (*self._names, *self._marked.names)
         return {name: output.float().cpu().numpy() for name, output in zip(names, self._outputs, strict=True)}
 
@@ -70,13 +68,13 @@ class GraphLayers:
             for tensor in self.signature.past
         }
 
-    def run(self, arrays: Mapping[str, Array]) -> dict[str, Array]:
-        first = int(arrays["first"][0])
-        requests = slice(first, first + len(arrays["input_ids"]))
-        for buffer in self._kv.values():
-            for request, source, target in _by_request(arrays["moves"]):
-                buffer[request, :, target] = buffer[request, :, source]
-        rows = {tensor.name: arrays[tensor.name] for tensor in self.signature.rows}
+    def run(self, call: RecordedCall) -> dict[str, Array]:
+        requests = slice(call.batch.first, call.batch.first + call.batch.requests)
+        for first, moves in call.moves:
+            for request, (sources, targets) in enumerate(moves, first):
+                for buffer in self._kv.values():
+                    buffer[request, :, targets] = buffer[request, :, sources]
+        rows = dict(call.batch.arrays(self.signature))
         past = {name: buffer[requests] for name, buffer in self._kv.items()}
         names = [output.name for output in self._session.get_outputs()]
         outputs = dict(zip(names, self._session.run(names, rows | past), strict=True))
@@ -96,7 +94,9 @@ def with_scales(outputs: dict[str, Array], signature: Signature) -> dict[str, Ar
 def show_marks(model: onnx.ModelProto, signature: Signature) -> tuple[str, ...]:
     """Add the marked values of a graph to its outputs, and return their names."""
     produced = {name for node in model.graph.node for name in node.output}
-    marks = tuple(mark for mark in _marks(signature) if mark in produced)
+    layers = range(signature.layers)
+    known = (name(layer) for layer in layers for name in (attention_output_name, layer_output_name))
+    marks = tuple(mark for mark in known if mark in produced)
     kind = DTYPES[signature.dtype].onnx
     model.graph.output.extend(helper.make_tensor_value_info(mark, kind, None) for mark in marks)
     return marks
@@ -121,17 +121,6 @@ def float32_at_the_edges(model: onnx.ModelProto, signature: Signature) -> None:
     del graph.value_info[:]  # it refers to the old names
     for value in (*inputs, *outputs):
         value.type.tensor_type.elem_type = TensorProto.FLOAT
-
-
-def _marks(signature: Signature) -> tuple[str, ...]:
-    return tuple(
-        mark(layer) for layer in range(signature.layers) for mark in (attention_output_name, layer_output_name)
-    )
-
-
-def _by_request(moves: Array) -> list[tuple[int, Any, Any]]:
-    """The moves of a call by request, so that all slots of a request are read before any is written."""
-    return [(int(request), *moves[moves[:, 0] == request, 1:].T) for request in np.unique(moves[:, 0])]
 
 
 def _session(model: onnx.ModelProto, bundle: Bundle, threads: int, cuda: bool) -> ort.InferenceSession:
@@ -170,16 +159,12 @@ class FirstMismatch:
     allowed: float
 
     def __str__(self) -> str:
+        layer = self.value.layer
+        agreeing = {None: "all layers agree", 0: "nothing comes before it", 1: "layer 0 agrees"}
+        before = agreeing.get(layer) or f"layers 0 to {(layer or 0) - 1} agree"
         return (
             f"first out of tolerance: {self.value} (max error {self.error:.2g}, {self.allowed:.2g} allowed), case "
-            f"'{self.case}'; {self._before()}"
-        )
-
-    def _before(self) -> str:
-        if self.value.layer is None:
-            return "all layers agree"
-        return {0: "nothing comes before it", 1: "layer 0 agrees"}.get(
-            self.value.layer, f"layers 0 to {self.value.layer - 1} agree"
+            f"'{self.case}'; {before}"
         )
 
 
@@ -192,26 +177,23 @@ class LayerComparison:
     first_mismatch: FirstMismatch | None
     closest: tuple[LayerValue, float]  # value closest to its tolerance, and its error relative to the tolerance
 
-    @property
-    def layers(self) -> int:
-        return len({value.layer for value in self.values} - {None})
-
     def __str__(self) -> str:
         kinds = list(dict.fromkeys(value.kind for value in self.values if value.layer is not None))
         missing = "" if "output" in kinds else "; the graph has no marks for more: export it again"
         if self.first_mismatch is not None:
             return f"{self.first_mismatch}{missing}"
         value, share = self.closest
+        layers = len({value.layer for value in self.values} - {None})
         return (
-            f"all {self.layers} layers agree in {', '.join(kinds[:-1])} and {kinds[-1]} (at most {share:.2g} of the "
+            f"all {layers} layers agree in {', '.join(kinds[:-1])} and {kinds[-1]} (at most {share:.2g} of the "
             f"tolerance: {value}){missing}"
         )
 
     def as_dict(self) -> dict[str, Any]:
         first = None
         if (mismatch := self.first_mismatch) is not None:
-            first = {**asdict(mismatch.value), "case": mismatch.case, "allowed": mismatch.allowed}
-            first["error"] = None if np.isnan(mismatch.error) else mismatch.error
+            error = None if np.isnan(mismatch.error) else mismatch.error
+            first = {**asdict(mismatch.value), "case": mismatch.case, "allowed": mismatch.allowed, "error": error}
         return {
             "compared": self.compared,
             "values": [value.name for value in self.values],
@@ -226,14 +208,14 @@ def layer_values(signature: Signature, marks: Sequence[str]) -> tuple[LayerValue
     Native operators scale keys before they are stored, and add what a layer's attention returns to its input."""
     values = []
     for layer in range(signature.layers):
-        keys = LayerValue(f"present.{layer}.key", layer, "keys")
-        attention = LayerValue(attention_output_name(layer), layer, "attention")
-        shared = (
+        found = (
+            LayerValue(f"present.{layer}.key", layer, "keys"),
             LayerValue(f"present.{layer}.value", layer, "values"),
+            LayerValue(attention_output_name(layer), layer, "attention"),
             LayerValue(layer_output_name(layer), layer, "output"),
         )
-        found = shared if signature.kv_cache == "int8" else (keys, shared[0], attention, shared[1])
-        values += [each for each in found if each.kind in ("keys", "values") or each.name in marks]
+        shared = found[1::2] if signature.kv_cache == "int8" else found
+        values += [each for each in shared if each.kind in ("keys", "values") or each.name in marks]
     return (*values, LayerValue("logits", None, "logits"))
 
 
@@ -260,8 +242,8 @@ def _differences(
     model: RunLayers, graph: RunLayers, values: Sequence[LayerValue], call: RecordedCall
 ) -> Iterator[tuple[LayerValue, float, float]]:
     """Each value with its largest error and largest magnitude in one call."""
-    expected, got = model(call.arrays), graph(call.arrays)
-    visible = call.arrays["attention_mask"].shape[-1]
+    expected, got = model(call), graph(call)
+    visible = call.batch.attention_mask.shape[-1]
     for value in values:
         first, second = (_visible(outputs[value.name], value, visible) for outputs in (expected, got))
         # native operators have rows in one axis

@@ -16,7 +16,7 @@ from spaceport.graphs.contract.manifest import TokenIds
 from spaceport.runtime.comparison import ThreadTokens, TokenDifference, first_difference, token_differences
 from spaceport.runtime.decode.draft import Candidates
 from spaceport.runtime.decode.sequence import TokenSequence, root_sequence
-from spaceport.runtime.decode.sequence_group import Observer, RequestStep, SequenceGroup
+from spaceport.runtime.decode.sequence_group import RequestStep, SequenceGroup
 from spaceport.runtime.decode.step import step
 from spaceport.runtime.decoding import Decoding
 from spaceport.runtime.engine import PREFILL_ROWS, Engine
@@ -45,29 +45,28 @@ class FeedPlan:
 
     rows: int = 1  # rows of a sequence per step
     requests: int = 1  # sequences in one engine call
-    prefill_chunk: int | None = None  # prompt rows per step; None: as plain decoding prefills, alone in the call
-    gaps: bool = False  # leave gaps between KV slots, as draft trees do
+    plain: bool = False  # as plain decoding feeds them; else in small prefill chunks, with gaps between KV slots
 
     def first(self, thread: ThreadTokens) -> int:
         """Position of the first token in steps of this width.
 
         These steps end with the sequence, so those of a short sequence begin within its prompt.
         """
-        if self.prefill_chunk is None:
+        if self.plain:
             return thread.start
         steps = min(-(-(len(thread.tokens) - thread.start + 1) // self.rows), len(thread.tokens) // self.rows)
         return len(thread.tokens) - steps * self.rows
 
     def first_scored(self, thread: ThreadTokens) -> int:
         """The first position whose logits come from a step of this width."""
-        return max(thread.start, self.first(thread) + (self.prefill_chunk is not None))
+        return max(thread.start, self.first(thread) + (not self.plain))
 
     def prefill_rows(self, first: int) -> int:
         """Rows per step for the tokens before position `first`; a chunked prefill has at least two chunks."""
-        return PREFILL_ROWS if self.prefill_chunk is None else min(self.prefill_chunk, max(1, -(-first // 2)))
+        return PREFILL_ROWS if self.plain else min(_PREFILL_CHUNK, max(1, -(-first // 2)))
 
 
-PLAIN = FeedPlan()
+PLAIN = FeedPlan(plain=True)
 
 
 class KnownTokens:
@@ -97,30 +96,6 @@ class EchoObserver:
             self.has_nan |= bool(np.isnan(logits).any())
 
 
-def known_request(engine: Engine, tokens: Sequence[int], start: int, observer: Observer) -> SequenceGroup:
-    """A request that feeds these tokens and then ends.
-
-    The observer gets the logits for each token from position `start` on, and for one after the last.
-    """
-    return SequenceGroup(
-        prompt=tokens,
-        capacity=engine.capacity,
-        lowering=engine.signature.lowering,
-        tokens=TokenIds(),
-        selector=KnownTokens(),
-        max_length=len(tokens),
-        max_total=0,
-        echo=start - 1,
-        observers=(observer,),
-    )
-
-
-def prefill(engine: Engine, sequences: SequenceGroup, rows: int) -> None:
-    """Feed a request's prompt, alone on the engine, at most `rows` rows in a call."""
-    while sequences.prefilling:
-        step(engine, [RequestStep(sequences, 0, min(rows, engine.rows))])
-
-
 def feed(engine: Engine, threads: Sequence[ThreadTokens], plan: FeedPlan, on_logits: OnLogits) -> None:
     """Feed sequences in shared engine calls, and pass on the logits from each one's `start` to one after its end.
 
@@ -129,10 +104,20 @@ def feed(engine: Engine, threads: Sequence[ThreadTokens], plan: FeedPlan, on_log
     firsts = [plan.first(thread) for thread in threads]
     observers = [EchoObserver(index, plan.first_scored(thread), on_logits) for index, thread in enumerate(threads)]
     groups = [
-        known_request(engine, thread.tokens, thread.start, observer)
+        SequenceGroup(
+            prompt=thread.tokens,
+            capacity=engine.capacity,
+            lowering=engine.signature.lowering,
+            tokens=TokenIds(),
+            selector=KnownTokens(),
+            max_length=len(thread.tokens),
+            max_total=0,  # it ends once its tokens are fed
+            echo=thread.start - 1,
+            observers=(observer,),
+        )
         for thread, observer in zip(threads, observers, strict=True)
     ]
-    gaps = [_Gaps(sequences, index) for index, sequences in enumerate(groups)] if plan.gaps else []
+    gaps = [] if plan.plain else [_Gaps(sequences, index) for index, sequences in enumerate(groups)]
     while live := [(index, sequences) for index, sequences in enumerate(groups) if sequences.live]:
         for gap in gaps:
             gap.close_one()
@@ -258,11 +243,9 @@ def allowed_noise(widths: Sequence[Noise], tolerance: float) -> float:
 
 def feed_plans(engine: Engine) -> list[FeedPlan]:
     """The step widths that are measured on an engine, with one request and with several."""
-    single = [FeedPlan(rows, 1, _PREFILL_CHUNK, True) for rows in WIDTHS if rows <= engine.rows]
-    batch = min(_MAX_BATCH, engine.requests)
-    counts = [count for count in sorted({2, batch}) if 1 < count <= batch]
-    batched = [FeedPlan(rows, count, _PREFILL_CHUNK, True) for count in counts for rows in _BATCH_WIDTHS]
-    return [*single, *batched]
+    single = [FeedPlan(rows) for rows in WIDTHS if rows <= engine.rows]
+    counts = sorted({2, min(_MAX_BATCH, engine.requests)}) if engine.requests > 1 else []
+    return [*single, *(FeedPlan(rows, count) for count in counts for rows in _BATCH_WIDTHS)]
 
 
 def noise_of(widths: Sequence[Noise]) -> float:

@@ -74,7 +74,17 @@ def tokenize_prompts(
 
     Long prompts are not skipped: they show errors of masks and positions first.
     """
-    return [_tokenized(runtime, prompt, max_tokens, path) for prompt in prompts]
+    tokenized = []
+    for prompt in prompts:
+        tokens = tokens_of(runtime, prompt, path)
+        if len(tokens) + max_tokens > runtime.max_seq_len:
+            raise InputFault(
+                f"{path} line {prompt.line}: {len(tokens)} prompt tokens and --max-tokens {max_tokens} make "
+                f"{len(tokens) + max_tokens}, --max-seq-len is {runtime.max_seq_len}: shorten the prompt, lower --max-tokens, "
+                f"or raise --max-seq-len (the model's maximum is {runtime.bundle.manifest.max_positions})"
+            )
+        tokenized.append(TokenizedPrompt(prompt.line, tuple(tokens)))
+    return tokenized
 
 
 def tokens_of(runtime: Runtime, prompt: AuditPrompt, path: Path) -> list[int]:
@@ -85,17 +95,6 @@ def tokens_of(runtime: Runtime, prompt: AuditPrompt, path: Path) -> list[int]:
         return runtime.tokens_of(prompt.prompt if untemplated is None else untemplated)
     except OptionFault as error:
         raise InputFault(f"{path} line {prompt.line}: {error}") from error
-
-
-def _tokenized(runtime: Runtime, prompt: AuditPrompt, max_tokens: int, path: Path) -> TokenizedPrompt:
-    tokens = tokens_of(runtime, prompt, path)
-    if len(tokens) + max_tokens > runtime.max_seq_len:
-        raise InputFault(
-            f"{path} line {prompt.line}: {len(tokens)} prompt tokens and --max-tokens {max_tokens} make "
-            f"{len(tokens) + max_tokens}, --max-seq-len is {runtime.max_seq_len}: shorten the prompt, lower --max-tokens, or "
-            f"raise --max-seq-len (the model's maximum is {runtime.bundle.manifest.max_positions})"
-        )
-    return TokenizedPrompt(prompt.line, tuple(tokens))
 
 
 def _listed(path: Path, text: str) -> list[AuditPrompt] | None:

@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from spaceport.graphs.contract.faults import InputFault
 from spaceport.training import conversations
 from spaceport.training.conversations import Conversation, Turn, read_conversations
-from spaceport.training.extract import REASONS, Refusal, Tree, extract
+from spaceport.training.extract import extract
 
 GOOD = '{"prompt": "Why?", "response": "Because."}'
 FOUND = Conversation(1, (Turn("user", "Why?"), Turn("assistant", "Because.")))
@@ -35,12 +35,13 @@ def refused(file: Path, message: str) -> None:
         read_conversations(file)
 
 
-def test_every_format_is_read_with_its_line_number(tmp_path: Path) -> None:
-    lines = [GOOD, "", json.dumps(chat("system", "user", "assistant")), "  \t", '{"text": " Plain.\\n"}']
+def test_every_format_is_read_with_its_line_number_and_flags(tmp_path: Path) -> None:
+    plain = '{"text": " Plain.\\n", "fork": false, "ends": false}'
+    lines = [GOOD, "", json.dumps({**chat("system", "user", "assistant"), "fork": True}), "  \t", plain]
     assert read_conversations(written(tmp_path, "\n".join(lines))) == [
         FOUND,
         Conversation(3, tuple(Turn(role, f"{role} speaks") for role in ("system", "user", "assistant"))),
-        Conversation(5, (Turn("text", " Plain.\n"),)),
+        Conversation(5, (Turn("text", " Plain.\n"),), fork=False, ends=False),
     ]
 
 
@@ -48,7 +49,6 @@ def test_every_format_is_read_with_its_line_number(tmp_path: Path) -> None:
     "content",
     [
         f"{GOOD}\r\n\r\n",
-        f"\ufeff{GOOD}\n",
         '{"response": "Because.", "prompt": "Why?", "id": 7, "source": {"url": "a"}, "score": NaN}',
         '{"messages": [{"role": "user", "content": "Why?", "name": "Ann"}, {"role": "assistant", "content": "Because."}], "prompt": "?"}',
     ],
@@ -58,17 +58,10 @@ def test_unknown_keys_and_white_space_are_ignored(tmp_path: Path, content: str) 
 
 
 def test_byte_order_marks_are_skipped_and_unicode_line_separators_do_not_split_lines(tmp_path: Path) -> None:
-    found = read_conversations(written(tmp_path, f"\ufeff\r\n{GOOD}\n\ufeff{GOOD}"))
-    assert [one.line for one in found] == [2, 3]
     text = "one\u2028two\x85three 日本語 🚀"
     line = json.dumps({"text": text}, ensure_ascii=False)
-    assert read_conversations(written(tmp_path, line))[0].turns[0].content == text
-
-
-def test_the_fork_and_ends_flags_are_read(tmp_path: Path) -> None:
-    flags: list[dict[str, bool]] = [{}, {"fork": False}, {"ends": False}, {"fork": True, "ends": True}]
-    found = read_conversations(written(tmp_path, "\n".join(json.dumps({"text": "a", **each}) for each in flags)))
-    assert [(one.fork, one.ends) for one in found] == [(True, True), (False, True), (True, False), (True, True)]
+    found = read_conversations(written(tmp_path, f"\ufeff\r\n{GOOD}\n\ufeff{line}"))
+    assert [(one.line, one.turns[-1].content) for one in found] == [(2, "Because."), (3, text)]
 
 
 MISTAKES: dict[str, tuple[str | bytes, str]] = {
@@ -186,16 +179,9 @@ def joined(cut: Cut) -> str:
     return "".join(head + (detail or "") for head, detail in cut)
 
 
-CUTS = [*(("list", name) for name in LISTS), *(("paragraphs", name) for name in PARAGRAPHS)]
-
-
-@pytest.mark.parametrize(("kind", "name"), CUTS)
-def test_a_list_is_split_after_its_titles_and_paragraphs_after_their_first_sentences(kind: str, name: str) -> None:
-    cut = (LISTS if kind == "list" else PARAGRAPHS)[name]
-    tree = tree_of(joined(cut))
-    assert [(paragraph.head, paragraph.detail) for paragraph in tree.paragraphs] == cut
-    assert (tree.kind, tree.text) == (kind, joined(cut))
-    assert tree.forks == sum(detail is not None for _, detail in cut)
+@pytest.mark.parametrize("cut", [*LISTS.values(), *PARAGRAPHS.values()], ids=[*LISTS, *PARAGRAPHS])
+def test_a_list_is_split_after_its_titles_and_paragraphs_after_their_first_sentences(cut: Cut) -> None:
+    assert cut_of(joined(cut)) == cut
 
 
 LIST, PROSE = joined([FIRST, *REST]), joined([LONG, *MORE])
@@ -223,22 +209,20 @@ REFUSALS = [
 
 @pytest.mark.parametrize(("reason", "answer"), REFUSALS)
 def test_an_answer_without_a_tree_has_a_reason(reason: str, answer: str) -> None:
-    assert extract(answer) == Refusal(reason)  # type: ignore[arg-type]
+    assert extract(answer) == reason
 
 
 def test_lists_have_priority_and_a_refused_list_is_tried_as_paragraphs() -> None:
-    assert {reason for reason, _ in REFUSALS} == set(REASONS)
     both = LIST.replace("\n", ". Such is it. So it is.\n\n") + ". So it is."
-    assert tree_of(both).kind == "list"
+    assert [head for head, _ in cut_of(both)] == ["1. Red:", "\n\n2. Green:", "\n\n3. Blue:"]
     prose = joined(PARAGRAPHS["a list without titles"])
-    assert tree_of(prose).kind == "paragraphs"
-    assert extract(prose.replace("\n\n", "\n")) == Refusal("item without a title")
+    assert extract(prose.replace("\n\n", "\n")) == "item without a title"
 
 
-def tree_of(answer: str) -> Tree:
+def cut_of(answer: str) -> Cut:
     found = extract(answer)
-    assert isinstance(found, Tree), found
-    return found
+    assert isinstance(found, tuple), found
+    return [(paragraph.head, paragraph.detail) for paragraph in found]
 
 
 PIECES = ["1. ", "\n2. ", "\n3. ", "\n\n4. ", "Red:", "**Red:**", "红：", "`a: b`:", " the colour of fire", " 日本 🚀"]
@@ -248,17 +232,12 @@ ANSWERS = st.lists(st.sampled_from(PIECES), min_size=12, max_size=40).map("".joi
 
 def whole(answer: str) -> bool:
     """Check the invariants of an extraction; return whether the answer has a tree."""
-    found = extract(answer)
-    if isinstance(found, Refusal):
-        assert found.reason in REASONS
+    if isinstance(extract(answer), str):
         return False
-    assert found.text == answer
-    assert found.forks >= 3
-    assert all(paragraph.head for paragraph in found.paragraphs)
-    assert all(paragraph.detail is None or paragraph.detail.strip() for paragraph in found.paragraphs)
-    assert all(len((paragraph.detail or "a" * 10).strip()) >= 10 for paragraph in found.paragraphs) or (
-        found.kind == "paragraphs"
-    )
+    cut = cut_of(answer)
+    assert joined(cut) == answer
+    assert sum(detail is not None for _, detail in cut) >= 3
+    assert all(head and (detail is None or detail.strip()) for head, detail in cut)
     return True
 
 

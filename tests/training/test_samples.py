@@ -10,11 +10,12 @@ import pytest
 from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
+from spaceport.graphs.contract.faults import InputFault
 from spaceport.graphs.contract.manifest import TokenIds
 from spaceport.training import samples
 from spaceport.training.conversations import Conversation, Turn
 from spaceport.training.packing import successors
-from spaceport.training.samples import NO_PARENT, ConversationError, Prepared, Sample, conversation_encoder, prepare
+from spaceport.training.samples import NO_PARENT, Prepared, Sample, conversation_encoder, prepare
 from support.paths import TINY
 
 BOS, EOS, START, END, MASK, FORK, CHILD = 0, 1, 2, 3, 4, 628, 629
@@ -98,7 +99,7 @@ def test_without_a_template_prompt_and_response_are_concatenated() -> None:
     sample = only(prepare([chat("Once upon", " a time.")], BARE, LONG))
     answer = [*spelt(" a time."), EOS]
     assert ids_of(sample) == ([BOS, *spelt("Once upon"), *answer], answer)
-    with pytest.raises(ConversationError, match="line 7: has messages, but the tokenizer has no chat template"):
+    with pytest.raises(InputFault, match="line 7: has messages, but the tokenizer has no chat template"):
         prepare([chat("Hello", "Good.", "Bye", "See you.")], BARE, LONG)
 
 
@@ -282,10 +283,10 @@ def test_text_pieces_are_encoded_like_the_whole_by_tokenizers_that_add_a_space()
 def test_a_template_that_does_not_extend_its_generation_prompt_or_no_end_token_is_refused() -> None:
     wrong = encoder_of("{{ message['role'] }}: {{ message['content'] }}<|end|>", "Answer: ")
     message = r"line 7: the chat template does not render the answer 'Good\.' after its generation prompt"
-    with pytest.raises(ConversationError, match=message):
+    with pytest.raises(InputFault, match=message):
         prepare([chat("Hello", "Good.")], wrong, LONG)
     assert TOKENIZER.pad_token is None
-    with pytest.raises(ConversationError, match="the checkpoint has no end-of-text token: expected eos_token_id"):
+    with pytest.raises(InputFault, match="the checkpoint has no end-of-text token: expected eos_token_id"):
         conversation_encoder(TOKENIZER, replace(TOKENS, end=()))
 
 

@@ -9,13 +9,12 @@ from typing import Any
 
 import numpy as np
 import pytest
-from numpy.typing import NDArray
 
 from spaceport.graphs.contract.draft_methods import DraftMethod
 from spaceport.graphs.contract.manifest import TokenIds
 from spaceport.graphs.contract.signature import LOWERINGS, STEP_ROWS, Lowering, visible_length
-from spaceport.runtime.engine import PREFILL_ROWS, Moves
-from spaceport.verify.cases import REQUESTS, SHORTEST, EngineLimits, Recording, record, replay
+from spaceport.runtime.engine import PREFILL_ROWS, Batch, Moves
+from spaceport.verify.cases import REQUESTS, SHORTEST, EngineLimits, Recording, record
 from spaceport.verify.check import limits_of
 from support.hash_engine import CHILD, END, FORK, MASKS, HashEngine, Language
 from support.small_bundle import RECORD, fill
@@ -63,15 +62,14 @@ def test_calls_cover_full_prefill_chunks_later_requests_and_moves_of_several_and
     calls, skipped = recorded_on(engine, tmp_path)
     assert not skipped
     assert max(engine.widths) == PREFILL_ROWS
-    assert {int(call.arrays["first"][0]) for call in calls} == {0, REQUESTS - 1}
+    assert {call.batch.first for call in calls} == {0, REQUESTS - 1}
     assert ([0, 1] in engine.moved) == (lowering == "append")
-    last = {call.case: call.arrays["logit_rows"].shape[1] for call in calls}
+    last = {call.case: call.batch.logit_rows.shape[1] for call in calls}
     assert last["prompt, every row"] == 1 + 23  # a chain of 23 candidates
     assert all(last[f"random tree {number}"] > 1 + 12 for number in (1, 2, 3))  # 12 candidates with their mask slots
     other = engine_of(lowering)
-    run = replay(other)
     for call in calls:
-        assert np.array_equal(run(call.arrays), call.expected, equal_nan=True)
+        assert np.array_equal(call.run(other), call.expected, equal_nan=True)
     assert ([0, 1] in other.moved) == (lowering == "append")
     narrow = engine_of(lowering)
     recorded_on(narrow, tmp_path, replace(LIMITS, rows=STEP_ROWS))
@@ -88,15 +86,15 @@ def test_every_kind_of_call_is_among_the_cases(tokens: TokenIds, lowering: Lower
     assert len(calls) == engine.calls
     assert not skipped
     fork, child = (FORK, CHILD) if tokens.fork is not None else (0, 1)
-    shared = [same_call_forks(call.arrays, fork, child) for call in calls if call.case.startswith("forked threads")]
+    shared = [same_call_forks(call.batch, fork, child) for call in calls if call.case.startswith("forked threads")]
     assert sum(map(bool, shared)) >= 2
     assert any(call.case.startswith("draft trees") for call in calls) == bool(tokens.mask)
 
 
-def same_call_forks(arrays: dict[str, NDArray[Any]], fork: int, child: int) -> int:
+def same_call_forks(batch: Batch, fork: int, child: int) -> int:
     """Number of [Child] rows that see their [Fork] row in the same call."""
-    ids, positions, mask = arrays["input_ids"][0], arrays["position_ids"][0], arrays["attention_mask"][0, 0]
-    slots = arrays["slot_ids"][0]
+    ids, positions, mask = batch.input_ids[0], batch.position_ids[0], batch.attention_mask[0, 0]
+    slots = batch.slot_ids[0]
     return sum(
         bool(mask[row, slots[other]]) and positions[row] == positions[other] + 1
         for row in np.flatnonzero(ids == child)
@@ -120,7 +118,7 @@ def test_rows_use_the_whole_position_table_and_nothing_beyond_it(length: int, tm
     calls, _ = recorded_on(engine_of("scatter"), tmp_path, replace(LIMITS, length=length), max_positions=length)
     highest = {call.case: 0 for call in calls}
     for call in calls:
-        highest[call.case] = max(highest[call.case], int(call.arrays["position_ids"].max()))
+        highest[call.case] = max(highest[call.case], int(call.batch.position_ids.max()))
     assert max(highest.values()) == highest["up to the last position"] == length - 1
 
 
@@ -129,16 +127,16 @@ def test_the_cases_stay_within_the_limits_of_all_engines(requests: int, skipped:
     found = recorded_on(engine_of(capacity=1024), tmp_path, EngineLimits(64, 320, requests, 16))
     assert len(found.skipped) == skipped
     for call in found.calls:
-        assert call.arrays["slot_ids"].max() < 320
-        assert int(call.arrays["first"][0]) + len(call.arrays["input_ids"]) <= requests
-    rows = [call.arrays["input_ids"].shape[1] for call in found.calls if call.case.startswith("long context")]
+        assert call.batch.slot_ids.max() < 320
+        assert call.batch.first + call.batch.requests <= requests
+    rows = [call.batch.input_ids.shape[1] for call in found.calls if call.case.startswith("long context")]
     assert rows[0] == max(rows) == 16
 
 
 def test_calls_have_each_row_count_of_default_drafts_and_drawn_ones_up_to_the_largest(tmp_path: Path) -> None:
     def row_counts(seed: int, limits: EngineLimits = LIMITS) -> list[int]:
         calls, _ = recorded_on(engine_of(), tmp_path, limits, seed=seed)
-        return [call.arrays["input_ids"].shape[1] for call in calls if "SPACE" not in call.case]
+        return [call.batch.input_ids.shape[1] for call in calls if "SPACE" not in call.case]
 
     assert row_counts(1) == row_counts(1)
     drawn = [set(row_counts(seed)) for seed in range(4)]

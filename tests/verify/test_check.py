@@ -21,6 +21,7 @@ from spaceport.graphs.contract.manifest import ACCURACY_FILE
 from spaceport.kernels.native_library import library_path
 from spaceport.runtime.backends import on_onnxruntime
 from spaceport.runtime.bundle import open_bundle
+from spaceport.runtime.engine import Batch
 from spaceport.tools.cli import run
 from spaceport.verify.cases import CheckOptions, RecordedCall
 from spaceport.verify.check import CheckReport, check
@@ -194,7 +195,7 @@ def test_a_native_operator_that_computes_something_else_is_found_in_few_calls(
 
 def fixed(values: list[float]) -> RunLayers:
     """The same values in every call."""
-    return lambda arrays: {each.name: np.full((1, 2, 64, 4), value) for each, value in zip(VALUES, values, strict=True)}
+    return lambda call: {each.name: np.full((1, 2, 64, 4), value) for each, value in zip(VALUES, values, strict=True)}
 
 
 VALUES = (
@@ -214,7 +215,8 @@ VALUES = (
     ],
 )
 def test_the_tolerance_of_a_value_is_relative_to_its_own_magnitude(values: list[float], expected: str | None) -> None:
-    call = RecordedCall("a", {"attention_mask": np.ones((1, 1, 2, 64), np.bool_)}, np.zeros((1, 1, 4), np.float32))
+    ids, visible = np.zeros((1, 2), np.int64), np.ones((1, 1, 2, 64), np.bool_)
+    call = RecordedCall("a", Batch(0, ids, ids, ids, visible, ids), np.zeros((1, 1, 4), np.float32))
     found = compare_layers(fixed([100, 10, 1, 1]), fixed(values), VALUES, [call], 1e-4, "both")
     first = found.first_mismatch
     assert (first and str(first)) == (expected and f"first out of tolerance: {expected}")

@@ -10,7 +10,7 @@ from typing import Any, ClassVar
 import click
 
 from spaceport.exporter.checkpoint_files import SAR_FILE, save_acceptance
-from spaceport.graphs.contract.draft_methods import PREDICTOR_NAMES, drafts_in_words
+from spaceport.graphs.contract.draft_methods import PREDICTOR_NAMES, drafts_in_words, measured_acceptance
 from spaceport.graphs.contract.faults import InputFault, OptionFault
 from spaceport.tools.cli.options import (
     PATH,
@@ -119,7 +119,9 @@ def _save(measured: MeasuredDrafts, storage: Path, data: Path) -> None:
         raise InputFault(
             f"{data}: the model generates no token for its prompts: nothing is stored; expected other prompts"
         )
-    save_acceptance(storage, measured.as_draft_acceptance(data.name, date.today()))
+    tally = measured.all
+    rates = measured_acceptance(tally.acceptance, tally.tokens, data.name, date.today(), measured.lookup.rates)
+    save_acceptance(storage, rates)
     click.echo(f"stored in {storage / SAR_FILE}: the next export copies the rates into its bundle", err=True)
 
 

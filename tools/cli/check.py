@@ -5,15 +5,14 @@ from __future__ import annotations
 import errno
 import os
 from pathlib import Path
-from typing import TYPE_CHECKING, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar
 
 import click
 
 from spaceport.exporter.checkpoint_files import require_adapter_folder, require_checkpoint
 from spaceport.graphs.contract.exactness import NATIVE_MEAN, OTHER_EXPERTS
-from spaceport.graphs.contract.faults import OptionFault
 from spaceport.runtime.backends import BACKENDS, by_reason
-from spaceport.runtime.bundle import Bundle, open_bundle
+from spaceport.runtime.bundle import open_bundle
 from spaceport.tools.cli import ACCURACY, OK
 from spaceport.tools.cli.options import (
     PATH,
@@ -22,6 +21,7 @@ from spaceport.tools.cli.options import (
     adapter_option,
     allow_links_option,
     bundle_argument,
+    declared_options,
     json_option,
     refuse_unused,
     remote_code_option,
@@ -29,7 +29,7 @@ from spaceport.tools.cli.options import (
     trust_engines_option,
 )
 from spaceport.tools.terminal.screen import show_json, show_table, stages
-from spaceport.verify.cases import DEFAULT_LONG, CheckOptions
+from spaceport.verify.cases import CheckOptions
 
 if TYPE_CHECKING:
     from spaceport.verify.accuracy import LogitDifference
@@ -41,11 +41,7 @@ _READ_ONLY = "{} is read-only: the report is printed to stdout and not saved in 
 class Check(Sectioned):
     """The command with its options in groups."""
 
-    headings: ClassVar = {
-        "backends": "What is compared",
-        "threads": "Backend",
-        "as_json": "Output",
-    }
+    headings: ClassVar = {"backends": "What is compared", "threads": "Backend", "as_json": "Output"}
 
 
 @click.command("check", cls=Check)
@@ -59,67 +55,27 @@ class Check(Sectioned):
     multiple=True,
     help="Backend to compare; repeatable; default: all that can run on this machine.",
 )
-@click.option(
-    "--long-context",
-    "length",
-    type=int,
-    metavar="N",
-    help=f"Tokens of the long-context case; default: {DEFAULT_LONG}, or the maximum of the model and all engines.",
-)
-@click.option("--layers", is_flag=True, help="Find the first layer whose output is out of tolerance.")
+@declared_options(CheckOptions, defaults=True)
 @threads_option
-@click.option(
-    "--seed",
-    type=click.IntRange(min=0),
-    default=0,
-    show_default=True,
-    metavar="N",
-    help="Random seed of prompts and draft trees.",
-)
 @trust_engines_option
 @allow_links_option
 @remote_code_option
 @json_option("the report")
 @click.pass_context
-def command(
-    context: click.Context,
-    bundle: Path,
-    checkpoint: Path | None,
-    adapter: Path | None,
-    backends: tuple[str, ...],
-    length: int | None,
-    layers: bool,
-    threads: int,
-    seed: int,
-    trust_engines: bool,
-    allow_links: bool,
-    trust_remote_code: bool,
-    as_json: bool,
-) -> int:
+def command(context: click.Context, bundle: Path, allow_links: bool, as_json: bool, **given: Any) -> int:
     """Compare the logits of all backends for BUNDLE, and of PyTorch with CHECKPOINT, on all kinds of runtime calls.
 
     The tolerance of a pair follows from the coarser of its two data types. The report is saved in the bundle. The exit
     code is 4 if a difference is larger.
     """
-    unused = Unused(checkpoint is None, ("adapter",), "without CHECKPOINT", "name its base model")
+    options = CheckOptions(**given)
+    unused = Unused(options.checkpoint is None, ("adapter",), "without CHECKPOINT", "name its base model")
     refuse_unused(context, (unused,))
-    options = CheckOptions(
-        checkpoint,
-        backends,
-        length,
-        threads,
-        seed,
-        trust_remote_code,
-        trust_engines,
-        layers,
-        adapter,
-    )
     opened = open_bundle(bundle, allow_links=allow_links)
-    _check_length(length, opened)
-    if checkpoint is not None:
-        require_checkpoint(checkpoint)
-    if adapter is not None:
-        require_adapter_folder(adapter)
+    if options.checkpoint is not None:
+        require_checkpoint(options.checkpoint)
+    if options.adapter is not None:
+        require_adapter_folder(options.adapter)
     writable = os.access(opened.path, os.W_OK)
     if not writable:
         click.echo(f"{_READ_ONLY.format(opened.path)}; --json prints all of it", err=True)
@@ -149,14 +105,6 @@ def _save_report(bundle: Path, report: CheckReport) -> None:
         click.echo(_READ_ONLY.format(bundle), err=True)
 
 
-def _check_length(length: int | None, bundle: Bundle) -> None:
-    """Raise if the long-context case exceeds the model's limit."""
-    if length is not None and length > bundle.manifest.max_positions:
-        raise OptionFault(
-            f"--long-context is {length}: expected at most {bundle.manifest.max_positions}, the maximum of the model"
-        )
-
-
 def show_report(report: CheckReport) -> None:
     """Print a row per pair, and the cases of pairs that failed or of the only pair."""
     columns = ("pair", "worst case", "max error", "allowed", "top-1 agreement", "verdict")
@@ -164,7 +112,7 @@ def show_report(report: CheckReport) -> None:
         (
             f"{pair.first} - {pair.second}",
             pair.worst.case,
-            _number(pair.worst.max_error),
+            f"{pair.worst.max_error:.1e}",
             f"{pair.worst.allowed:.1e}",
             f"{100 * pair.agreement:.1f} %",
             _verdict(pair.passed),
@@ -208,7 +156,7 @@ def show_cases(title: str, differences: tuple[LogitDifference, ...]) -> None:
         (
             difference.case,
             difference.rows,
-            _number(difference.max_error),
+            f"{difference.max_error:.1e}",
             f"{difference.allowed:.1e}",
             f"{100 * (1 - difference.disagreements / max(1, difference.rows)):.1f} %",
             "-" if difference.margin is None else f"{difference.margin:.1e}",
@@ -219,10 +167,6 @@ def show_cases(title: str, differences: tuple[LogitDifference, ...]) -> None:
     show_table(title, columns, rows)
     for fault in dict.fromkeys(difference.fault for difference in differences if difference.fault is not None):
         click.echo(f"failed: {fault}")
-
-
-def _number(error: float) -> str:
-    return f"{error:.1e}"
 
 
 def _verdict(passed: bool) -> str:

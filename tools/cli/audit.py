@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import ClassVar
 
 import click
 
@@ -18,6 +17,7 @@ from spaceport.tools.cli.options import (
     backend_option,
     json_option,
     max_seq_len_option,
+    sections,
     threads_option,
     trust_engines_option,
 )
@@ -27,13 +27,8 @@ from spaceport.verify.audit import DEFAULT_REQUESTS, AuditOptions, AuditReport, 
 _SHOWN = 10  # mismatches; --json has all
 
 
-class Audit(Sectioned):
-    """The command with its options in groups."""
-
-    headings: ClassVar = {"max_tokens": "Requests", "backend": "Backend", "as_json": "Output"}
-
-
-@click.command("audit", cls=Audit)
+@sections({"max_tokens": "Requests", "backend": "Backend", "as_json": "Output"})
+@click.command("audit", cls=Sectioned)
 @click.argument("bundles", cls=BeforeLast, metavar="BUNDLE...", nargs=-1, required=True, type=PATH)
 @click.argument("prompts", type=PATH)
 @click.option(

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import fields
 from pathlib import Path
-from typing import Any, ClassVar, get_args
+from typing import Any, get_args
 
 import click
 
@@ -22,6 +22,7 @@ from spaceport.tools.cli.options import (
     overwrite_option,
     refuse_unused,
     remote_code_option,
+    sections,
 )
 from spaceport.tools.terminal.screen import show_json
 from spaceport.training.settings import (
@@ -33,26 +34,6 @@ from spaceport.training.settings import (
     TokenNames,
     TrainingSettings,
 )
-
-
-class Tune(Sectioned):
-    """The command with its options in groups."""
-
-    headings: ClassVar[Mapping[str, str]] = {
-        "objective": "Objective",
-        "validation": "Data",
-        "epochs": "Optimization",
-        "adapter": "LoRA adapters",
-        "mask_token": "Special tokens",
-        "save_every": "Output and resuming",
-    }
-    usual: ClassVar = frozenset(
-        (
-            *("objective", "mask_slots", "validation", "epochs", "time_budget", "batch_size", "learning_rate"),
-            *("bf16", "adapter", "rank", "resume", "overwrite", "as_json"),
-        )
-    )
-
 
 _DRAFTING = (
     *("mask_slots", "distinct", "group", "shift", "anchors", "drop_rate", "correction_rank", "mask_weight"),
@@ -258,7 +239,19 @@ _output = options(
 )
 
 
-@click.command("tune", cls=Tune, context_settings={"max_content_width": 110})
+@sections(
+    {
+        "objective": "Objective",
+        "validation": "Data",
+        "epochs": "Optimization",
+        "adapter": "LoRA adapters",
+        "mask_token": "Special tokens",
+        "save_every": "Output and resuming",
+    },
+    *("objective", "mask_slots", "validation", "epochs", "time_budget", "batch_size", "learning_rate"),
+    *("bf16", "adapter", "rank", "resume", "overwrite", "as_json"),
+)
+@click.command("tune", cls=Sectioned, context_settings={"max_content_width": 110})
 @click.argument("checkpoint", type=PATH)
 @click.argument("tuned", type=PATH)
 @click.argument("data", nargs=-1, required=True, type=PATH)

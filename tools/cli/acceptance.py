@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from datetime import date
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import Any
 
 import click
 
@@ -22,6 +22,7 @@ from spaceport.tools.cli.options import (
     json_option,
     max_seq_len_option,
     remote_code_option,
+    sections,
     threads_option,
 )
 from spaceport.tools.terminal.screen import show_json, show_table, stages
@@ -41,13 +42,8 @@ _DEPTHS = 8  # columns; --json has all
 _SHOWN = 10  # progress lines, about
 
 
-class AcceptanceCommand(Sectioned):
-    """The command with its options in groups."""
-
-    headings: ClassVar = {"limit": "Answers", "backend": "Backend", "save": "Output"}
-
-
-@click.command("acceptance", cls=AcceptanceCommand)
+@sections({"limit": "Answers", "backend": "Backend", "save": "Output"})
+@click.command("acceptance", cls=Sectioned)
 @click.argument("models", cls=BeforeLast, metavar="CHECKPOINT|BUNDLE...", nargs=-1, required=True, type=PATH)
 @click.argument("data", type=PATH)
 @adapter_option

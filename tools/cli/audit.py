@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import Any
 
 import click
 
@@ -19,6 +19,7 @@ from spaceport.tools.cli.options import (
     declared_options,
     json_option,
     max_seq_len_option,
+    sections,
     threads_option,
     trust_engines_option,
 )
@@ -28,13 +29,8 @@ from spaceport.verify.audit import AuditOptions, AuditReport, GradedMismatch, au
 _SHOWN = 10  # mismatches; --json has all
 
 
-class Audit(Sectioned):
-    """The command with its options in groups."""
-
-    headings: ClassVar = {"max_tokens": "Requests", "backend": "Backend", "as_json": "Output"}
-
-
-@click.command("audit", cls=Audit)
+@sections({"max_tokens": "Requests", "backend": "Backend", "as_json": "Output"})
+@click.command("audit", cls=Sectioned)
 @click.argument("bundles", cls=BeforeLast, metavar="BUNDLE...", nargs=-1, required=True, type=PATH)
 @click.argument("prompts", type=PATH)
 @declared_options(AuditOptions, defaults=True)

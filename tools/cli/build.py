@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import asdict
 from functools import partial
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import Any
 
 import click
 
@@ -28,6 +28,7 @@ from spaceport.tools.cli.options import (
     max_seq_len_option,
     max_slots_option,
     options,
+    sections,
 )
 from spaceport.tools.terminal.screen import show_json, size, stages
 
@@ -59,13 +60,8 @@ _FORMATS = tuple(name for name, each in FORMATS.items() if "tensorrt" in each.ba
 _LEAST = {"float8": 89, "bfloat16": 80}  # data type -> lowest SM version that supports it
 
 
-class Build(Sectioned):
-    """The command with its options in groups."""
-
-    headings: ClassVar = {"max_requests": "Shapes", "format": "Builder", "rebuild": "Output"}
-
-
-@click.command("build", cls=Build)
+@sections({"max_requests": "Shapes", "format": "Builder", "rebuild": "Output"})
+@click.command("build", cls=Sectioned)
 @bundle_argument
 @click.option(
     "--backend",

@@ -35,6 +35,7 @@ from spaceport.tools.cli.options import (
     max_seq_len_option,
     options,
     runtime_options,
+    sections,
     threads_option,
     trust_engines_option,
 )
@@ -53,13 +54,8 @@ _EARLY = {"length": "cut off at --max-tokens or --max-seq-len", "cancelled": "st
 _LONG_WORD = 20  # columns; a longer word is shown before its end is known
 
 
-class ChatCommand(Sectioned):
-    """The command with its options in groups."""
-
-    headings = {"system": "Answers", "backend": "Bundle"}  # noqa: RUF012
-
-
-@click.command("chat", cls=ChatCommand)
+@sections({"system": "Answers", "backend": "Bundle"})
+@click.command("chat", cls=Sectioned)
 @click.argument("bundle", type=PATH)
 @options(
     click.option("--system", metavar="TEXT", help="System prompt."),

@@ -5,7 +5,7 @@ from __future__ import annotations
 import errno
 import os
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import TYPE_CHECKING, Any
 
 import click
 
@@ -25,6 +25,7 @@ from spaceport.tools.cli.options import (
     json_option,
     refuse_unused,
     remote_code_option,
+    sections,
     threads_option,
     trust_engines_option,
 )
@@ -38,13 +39,14 @@ if TYPE_CHECKING:
 _READ_ONLY = "{} is read-only: the report is printed to stdout and not saved in the bundle"
 
 
-class Check(Sectioned):
-    """The command with its options in groups."""
-
-    headings: ClassVar = {"backends": "What is compared", "threads": "Backend", "as_json": "Output"}
-
-
-@click.command("check", cls=Check)
+@sections(
+    {
+        "backends": "What is compared",
+        "threads": "Backend",
+        "as_json": "Output",
+    }
+)
+@click.command("check", cls=Sectioned)
 @bundle_argument
 @click.argument("checkpoint", type=PATH, required=False)
 @adapter_option

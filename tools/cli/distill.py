@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import asdict
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import Any
 
 import click
 
@@ -17,6 +17,7 @@ from spaceport.tools.cli.options import (
     json_option,
     max_seq_len_option,
     overwrite_option,
+    sections,
     threads_option,
     trust_engines_option,
 )
@@ -24,13 +25,8 @@ from spaceport.tools.terminal.screen import show_json
 from spaceport.training.distill import DistillOptions, distill, partial_file
 
 
-class Distill(Sectioned):
-    """The command with its options in groups."""
-
-    headings: ClassVar = {"max_tokens": "Answers", "backend": "Backend", "overwrite": "Output"}
-
-
-@click.command("distill", cls=Distill)
+@sections({"max_tokens": "Answers", "backend": "Backend", "overwrite": "Output"})
+@click.command("distill", cls=Sectioned)
 @bundle_argument
 @click.argument("prompts", type=PATH)
 @click.argument("out", type=PATH)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import Any
 
 import click
 
@@ -20,6 +20,7 @@ from spaceport.tools.cli.options import (
     overwrite_option,
     refuse_unused,
     remote_code_option,
+    sections,
 )
 from spaceport.tools.exporting import export, uses_published_weights
 from spaceport.tools.terminal.screen import interruptible_stages, show_json, size
@@ -51,25 +52,18 @@ def _unused(given: dict[str, Any]) -> list[Unused]:
     ]
 
 
-class Export(Sectioned):
-    """The command with its options in groups."""
-
-    headings: ClassVar = {
+@sections(
+    {
         "adapter": "Adapter, or published weights (see `spaceport adopt`)",
         "format": "Format",
         "lowering": "Graph",
         "mask": "Special tokens (default: those in the checkpoint's sar_config.json)",
         "overwrite": "Output",
-    }
-    usual: ClassVar = frozenset(
-        (
-            *("adapter", "phrases", "format", "machine", "lowering", "max_mask_slots"),
-            *("overwrite", "trust_remote_code", "as_json"),
-        )
-    )
-
-
-@click.command("export", cls=Export)
+    },
+    *("adapter", "phrases", "format", "machine", "lowering", "max_mask_slots"),
+    *("overwrite", "trust_remote_code", "as_json"),
+)
+@click.command("export", cls=Sectioned)
 @click.argument("checkpoint", type=PATH)
 @bundle_argument
 @export_adapter_options

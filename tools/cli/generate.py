@@ -9,7 +9,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from itertools import starmap
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import Any
 
 import click
 from tokenizers import Tokenizer
@@ -44,6 +44,7 @@ from spaceport.tools.cli.options import (
     refuse_unused,
     runtime_engine_options,
     runtime_options,
+    sections,
 )
 from spaceport.tools.terminal.generation import as_dict, show, show_statistics
 from spaceport.tools.terminal.screen import show_json, show_notes
@@ -52,26 +53,7 @@ _THREADS = ("max_threads", "max_depth")  # options of forks
 
 
 class Generate(Sectioned):
-    """The command with its options in groups."""
-
-    headings: ClassVar = {
-        "prompt_file": "Prompt",
-        "max_tokens": "Limits",
-        "mask_slots": "Speculative decoding (never changes the output)",
-        "fork": "Parallel threads (APAR)",
-        "temperature": "Sampling",
-        "regex": "Constrained decoding (turns parallel threads off)",
-        "logprobs": "Output",
-        "show_drafts": "Output",
-        "max_seq_len": "Limits",
-        "backend": "Backend",
-    }
-    usual: ClassVar = frozenset(
-        (
-            *("prompt_file", "chat", "system", "max_tokens", "stop", "temperature", "top_p", "seed", "json_schema"),
-            *("stats", "as_json", "report", "backend", "threads"),
-        )
-    )
+    """A prompt that looks like an option is an error that says how to give it."""
 
     def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
         """Read the arguments; a prompt that looks like an option is an error that says how to give it."""
@@ -119,6 +101,22 @@ _engines = options(
 )
 
 
+@sections(
+    {
+        "prompt_file": "Prompt",
+        "max_tokens": "Limits",
+        "mask_slots": "Speculative decoding (never changes the output)",
+        "fork": "Parallel threads (APAR)",
+        "temperature": "Sampling",
+        "regex": "Constrained decoding (turns parallel threads off)",
+        "logprobs": "Output",
+        "show_drafts": "Output",
+        "max_seq_len": "Limits",
+        "backend": "Backend",
+    },
+    *("prompt_file", "chat", "system", "max_tokens", "stop", "temperature", "top_p", "seed", "json_schema"),
+    *("stats", "as_json", "report", "backend", "threads"),
+)
 @click.command("generate", cls=Generate)
 @bundle_argument
 @click.argument("prompt", required=False)

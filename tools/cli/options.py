@@ -6,7 +6,7 @@ import re
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import Any, ClassVar, NamedTuple, get_args, get_origin
+from typing import Any, NamedTuple, get_args, get_origin
 
 import click
 
@@ -86,7 +86,7 @@ max_slots_option = click.option(
 )
 
 
-def _limits(_: click.Context, __: click.Parameter, given: Sequence[str]) -> Limits:
+def _limits(context: click.Context, parameter: click.Parameter, given: Sequence[str]) -> Limits:
     """The limits with those that --limit names changed."""
     changed: dict[str, int] = {}
     for pair in given:
@@ -210,8 +210,8 @@ class BeforeLast(click.Argument):
 class Sectioned(click.Command):
     """A command whose --help lists its options in groups with headings, or the usual ones only if they are named."""
 
-    headings: ClassVar[Mapping[str, str]] = {}  # name of the first option of a group -> its heading
-    usual: ClassVar[Collection[str]] = ()  # names of the options that --help lists; empty: all
+    headings: Mapping[str, str]  # name of the first option of a group -> its heading
+    usual: Collection[str]  # names of the options that --help lists; empty: all
 
     def get_params(self, ctx: click.Context) -> list[click.Parameter]:
         """The parameters, with --help-all if --help does not list all of them."""
@@ -240,6 +240,16 @@ class Sectioned(click.Command):
             if records:
                 with formatter.section(heading):
                     formatter.write_dl(records, col_max=_COLUMN)
+
+
+def sections(headings: Mapping[str, str], *usual: str) -> Callable[[Sectioned], Sectioned]:
+    """Set the headings and the usual options of a command."""
+
+    def apply(command: Sectioned) -> Sectioned:
+        command.headings, command.usual = headings, usual
+        return command
+
+    return apply
 
 
 def _show_all(context: click.Context, _: click.Parameter, shown: bool) -> None:

@@ -6,7 +6,7 @@ import os
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import Any
 
 import click
 
@@ -29,29 +29,10 @@ from spaceport.tools.cli.options import (
     options,
     runtime_engine_options,
     runtime_options,
+    sections,
 )
 
 _LOCAL = ("127.0.0.1", "::1", "localhost")
-
-
-class Serve(Sectioned):
-    """The command with its options in groups."""
-
-    headings: ClassVar = {
-        "config": "Configuration",
-        "host": "Network",
-        "log_format": "Log",
-        "request_timeout": "Requests",
-        "audit_rate": "Exactness audit",
-        "max_requests": "Requests",
-        "backend": "Backend",
-    }
-    usual: ClassVar = frozenset(
-        (
-            *("config", "host", "port", "api_key_file", "page", "max_requests", "max_seq_len", "request_timeout"),
-            *("log_format", "backend", "threads"),
-        )
-    )
 
 
 def _named(_: click.Context, __: click.Parameter, given: Sequence[str]) -> dict[str, str]:
@@ -119,7 +100,20 @@ _engines = options(
 )
 
 
-@click.command("serve", cls=Serve, context_settings={"auto_envvar_prefix": "SPACEPORT"})
+@sections(
+    {
+        "config": "Configuration",
+        "host": "Network",
+        "log_format": "Log",
+        "request_timeout": "Requests",
+        "audit_rate": "Exactness audit",
+        "max_requests": "Requests",
+        "backend": "Backend",
+    },
+    *("config", "host", "port", "api_key_file", "page", "max_requests", "max_seq_len", "request_timeout"),
+    *("log_format", "backend", "threads"),
+)
+@click.command("serve", cls=Sectioned, context_settings={"auto_envvar_prefix": "SPACEPORT"})
 @click.argument("bundles", nargs=-1, metavar="BUNDLE…", envvar="SPACEPORT_MODELS", callback=_named)
 @config_option
 @_network

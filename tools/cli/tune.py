@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import fields
-from typing import Any, ClassVar
+from typing import Any
 
 import click
 
@@ -19,35 +19,11 @@ from spaceport.tools.cli.options import (
     overwrite_option,
     refuse_unused,
     remote_code_option,
+    sections,
 )
 from spaceport.tools.terminal.screen import show_json
 from spaceport.training.job import TuningJob, check_job
 from spaceport.training.settings import DEFAULT, TokenNames, TrainingSettings
-
-
-class Tune(Sectioned):
-    """The command with its options in groups."""
-
-    headings: ClassVar[Mapping[str, str]] = {
-        "objective": "Objective",
-        "cutoff": "Data",
-        "epochs": "Optimization",
-        "rank": "LoRA adapters",
-        "mask_token": "Special tokens",
-        "save_every": "Output and resuming",
-        # Declared apart from their groups
-        "validation": "Data",
-        "time_budget": "Optimization",
-        "adapter": "LoRA adapters",
-        "bf16": "Optimization",
-    }
-    usual: ClassVar = frozenset(
-        (
-            *("objective", "mask_slots", "validation", "epochs", "time_budget", "batch_size", "learning_rate"),
-            *("bf16", "adapter", "rank", "resume", "overwrite", "as_json"),
-        )
-    )
-
 
 _DRAFTING = (
     *("mask_slots", "distinct", "group", "shift", "anchors", "drop_rate", "correction_rank", "mask_weight"),
@@ -78,7 +54,24 @@ def _token_option(name: str, default: str | None, what: str) -> Any:
     )
 
 
-@click.command("tune", cls=Tune, context_settings={"max_content_width": 110})
+@sections(
+    {
+        "objective": "Objective",
+        "cutoff": "Data",
+        "epochs": "Optimization",
+        "rank": "LoRA adapters",
+        "mask_token": "Special tokens",
+        "save_every": "Output and resuming",
+        # Declared apart from their groups
+        "validation": "Data",
+        "time_budget": "Optimization",
+        "adapter": "LoRA adapters",
+        "bf16": "Optimization",
+    },
+    *("objective", "mask_slots", "validation", "epochs", "time_budget", "batch_size", "learning_rate"),
+    *("bf16", "adapter", "rank", "resume", "overwrite", "as_json"),
+)
+@click.command("tune", cls=Sectioned, context_settings={"max_content_width": 110})
 @click.argument("checkpoint", type=PATH)
 @click.argument("target", metavar="TUNED", type=PATH)
 @click.argument("data", nargs=-1, required=True, type=PATH)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import Any
 
 import click
 
@@ -20,17 +20,11 @@ from spaceport.tools.cli.options import (
     json_option,
     max_seq_len_option,
     options,
+    sections,
     threads_option,
     trust_engines_option,
 )
 from spaceport.tools.terminal.screen import stages
-
-
-class DecodeBenchmark(Sectioned):
-    """The command with its options in groups."""
-
-    headings: ClassVar = {"max_tokens": "Workload", "backend": "Engine", "as_json": "Output"}
-
 
 workload = options(
     click.option(
@@ -57,7 +51,8 @@ workload = options(
 )
 
 
-@click.command("decode", cls=DecodeBenchmark)
+@sections({"max_tokens": "Workload", "backend": "Engine", "as_json": "Output"})
+@click.command("decode", cls=Sectioned)
 @bundle_argument
 @click.argument("prompts", type=PATH)
 @workload

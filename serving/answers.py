@@ -133,7 +133,10 @@ class Answer(ABC):
         await call.begin(prompts)
         if call.body.stream:
             return EventStream(self.events(), call.close, options.ping_interval, options.send_timeout)
-        return json_response(await self.whole())
+        try:
+            return json_response(await call.unless_gone(self.whole()))
+        finally:
+            call.close()
 
     @property
     def id(self) -> str:

@@ -234,12 +234,9 @@ class Call:
         return self._traces[index].fresh()
 
     async def whole(self) -> list[Completion]:
-        """All completions, once they have ended; they are cancelled if the client leaves."""
-        try:
-            completions = await self.unless_gone(asyncio.gather(*(stream.completion() for stream in self.streams)))
-            self.completions = dict(enumerate(completions))
-        finally:
-            self.close()
+        """All completions, once they have ended."""
+        completions = await asyncio.gather(*(stream.completion() for stream in self.streams))
+        self.completions = dict(enumerate(completions))
         return completions
 
     async def pieces(self) -> AsyncIterator[tuple[int, list[Piece]]]:

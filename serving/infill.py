@@ -214,15 +214,8 @@ class InfillAnswer(Answer):
 
     async def whole(self) -> Any:
         """The answer of the only choice, or a list of all."""
-
-        async def complete() -> None:
-            async for _ in self._parts():
-                pass
-
-        try:
-            await self.call.unless_gone(complete())
-        finally:
-            self.call.close()
+        async for _ in self._parts():
+            pass
         choices = [self._choice(index, gap.text) for index, gap in enumerate(self._gaps)]
         return choices[0] if len(choices) == 1 else choices
 

@@ -127,7 +127,6 @@ class Answer(ABC):
         """The events of a stream."""
 
     async def respond(self, prompts: Sequence[Prompt]) -> Any:
-        """The response to these prompts."""
         call, options = self.call, self.call.service.options
         call.record.answer, call.record.prompts = self.id, len(prompts)
         await call.begin(prompts)
@@ -140,7 +139,6 @@ class Answer(ABC):
 
     @property
     def id(self) -> str:
-        """The answer's id."""
         return f"{self.prefix}{self.call.record.id}"
 
     @property

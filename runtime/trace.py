@@ -109,7 +109,6 @@ class TraceRecord:
 
     @cached_property
     def generated(self) -> tuple[tuple[int, ...], ...]:
-        """The generated tokens of each thread."""
         generated: list[list[int]] = [[] for _ in self.threads]
         for step in self.steps:
             for rows in step.rows:
@@ -128,7 +127,6 @@ class Trace:
     _steps: list[RequestStep] = field(default_factory=list, init=False)
 
     def on_step(self, step: RequestStep) -> None:
-        """Store a step."""
         if self.sequences is not step.sequences:
             fed = step.sequences.statistics.cached_tokens  # before the first step
             first = int(step.parts[0].positions[0]) == fed
@@ -176,7 +174,6 @@ class TraceReader:
         self._named: set[int] = set()  # tokens whose texts were reported
 
     def record(self) -> TraceRecord:
-        """The record of all steps."""
         sequences, tokenizer = self._trace.sequences, self._tokenizer
         if sequences is None:
             return TraceRecord(TokenIds(), (), "", (), ())

@@ -127,17 +127,18 @@ class Answer(ABC):
         """The events of a stream."""
 
     async def respond(self, prompts: Sequence[Prompt]) -> Any:
-        """The response to these prompts."""
         call, options = self.call, self.call.service.options
         call.record.answer, call.record.prompts = self.id, len(prompts)
         await call.begin(prompts)
         if call.body.stream:
             return EventStream(self.events(), call.close, options.ping_interval, options.send_timeout)
-        return json_response(await self.whole())
+        try:
+            return json_response(await call.unless_gone(self.whole()))
+        finally:
+            call.close()
 
     @property
     def id(self) -> str:
-        """The answer's id."""
         return f"{self.prefix}{self.call.record.id}"
 
     @property

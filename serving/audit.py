@@ -140,8 +140,6 @@ def contents_of(decoding: Decoding, completion: Completion, plain: Completion | 
 
 @dataclass(frozen=True)
 class _Job:
-    """A completion that is to be repeated."""
-
     decoding: Decoding
     completion: Completion
 
@@ -180,7 +178,6 @@ class CompletionAudit:
 
     @property
     def running(self) -> bool:
-        """Whether a completion is repeated now."""
         return self._stream is not None
 
     @property
@@ -217,7 +214,6 @@ class CompletionAudit:
             self._offered.set()
 
     def start(self) -> None:
-        """Begin to repeat completions."""
         self._task = asyncio.create_task(self._run())
 
     async def stop(self) -> None:

@@ -148,7 +148,6 @@ def _declared_bounds(declared: OptionField) -> dict[str, dict[str, Any]]:
 
 
 def json_type(kind: Any) -> Any:
-    """The type of an option in JSON."""
     origin, members = get_origin(kind), get_args(kind)
     if origin is Mapping:
         return dict[str, members[1]]  # type: ignore[valid-type]

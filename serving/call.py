@@ -57,7 +57,6 @@ async def generation_body(request: Request, kind: type[GeneratingBody]) -> Gener
 
 
 def _biases(body: GenerationBody) -> dict[int, float]:
-    """Biases by token id."""
     try:
         return {int(token): bias for token, bias in (body.logit_bias or {}).items()}
     except ValueError as error:
@@ -99,7 +98,6 @@ def _check_sizes(body: GenerationBody, limits: Limits) -> None:
 def decodings_of(
     body: GenerationBody, model: ServedModel, options: ServiceOptions, tools: ToolUse = NO_TOOLS
 ) -> list[Decoding]:
-    """The options of each choice of a request."""
     choices = 1 if body.n is None else body.n
     if not 1 <= choices <= options.most_choices:
         raise invalid("n", f"is {choices}: expected 1 to {options.most_choices}")
@@ -234,12 +232,9 @@ class Call:
         return self._traces[index].fresh()
 
     async def whole(self) -> list[Completion]:
-        """All completions, once they have ended; they are cancelled if the client leaves."""
-        try:
-            completions = await self.unless_gone(asyncio.gather(*(stream.completion() for stream in self.streams)))
-            self.completions = dict(enumerate(completions))
-        finally:
-            self.close()
+        """All completions, once they have ended."""
+        completions = await asyncio.gather(*(stream.completion() for stream in self.streams))
+        self.completions = dict(enumerate(completions))
         return completions
 
     async def pieces(self) -> AsyncIterator[tuple[int, list[Piece]]]:

@@ -39,7 +39,6 @@ class Client:
 
 
 def client_of(request: Request) -> Client:
-    """The client that has sent a request."""
     client: Client = request.scope[_CLIENT]
     return client
 

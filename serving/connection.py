@@ -43,7 +43,6 @@ class LingeringTransport:
             self._connection.linger()
 
     def is_closing(self) -> bool:
-        """Whether nothing more is read or written."""
         return self.lingers or self.socket.is_closing()
 
     def write(self, data: bytes) -> None:
@@ -122,7 +121,6 @@ class ClientConnection(HttpToolsProtocol):
 
     @property
     def _runs(self) -> bool:
-        """Whether a request is being answered."""
         return self.cycle is not None and not self.cycle.response_complete
 
     def _drop(self, size: int) -> None:

@@ -6,10 +6,26 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import msgspec
+from msgspec import Struct
 from starlette.responses import Response
 
 RETRY = {"Retry-After": "1"}
 _MOST_MESSAGE = 1000  # characters
+
+
+class ErrorContent(Struct):
+    """What is wrong with a request."""
+
+    message: str
+    type: str
+    param: str | None  # field of the body
+    code: str | None
+
+
+class Error(Struct):
+    """The body of an answer to a request that is not answered."""
+
+    error: ErrorContent
 
 
 @dataclass
@@ -23,12 +39,12 @@ class Failure(Exception):
     code: str | None = None
     headers: dict[str, str] = field(default_factory=dict)
 
-    def body(self) -> dict[str, Any]:
+    def body(self) -> Error:
         """The error as the body of a response or the last event of a stream."""
         message = self.message  # may quote what the client sent
         if len(message) > _MOST_MESSAGE:
             message = f"{message[: _MOST_MESSAGE - 1]}…"
-        return {"error": {"message": message, "type": self.kind, "param": self.param, "code": self.code}}
+        return Error(ErrorContent(message, self.kind, self.param, self.code))
 
     def response(self) -> Response:
         """The whole response."""

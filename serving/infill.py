@@ -55,7 +55,6 @@ class InfillBody(GenerationBody, kw_only=True):
         return None if self.n_predict == -1 else max(1, self.n_predict)
 
     def gap(self) -> InfillPrompt:
-        """The prompt of the request."""
         files = tuple((file.filename, file.text) for file in self.input_extra)
         return InfillPrompt(self.input_prefix + self.prompt, self.input_suffix, files)
 
@@ -130,7 +129,6 @@ def _limited(decoding: Decoding, completion: Completion) -> tuple[Decoding, Comp
 
 
 def _rates(count: int, seconds: float, name: str) -> dict[str, Any]:
-    """Time and speed of the tokens of a phase."""
     return {
         f"{name}_n": count,
         f"{name}_ms": seconds * 1e3,
@@ -214,15 +212,8 @@ class InfillAnswer(Answer):
 
     async def whole(self) -> Any:
         """The answer of the only choice, or a list of all."""
-
-        async def complete() -> None:
-            async for _ in self._parts():
-                pass
-
-        try:
-            await self.call.unless_gone(complete())
-        finally:
-            self.call.close()
+        async for _ in self._parts():
+            pass
         choices = [self._choice(index, gap.text) for index, gap in enumerate(self._gaps)]
         return choices[0] if len(choices) == 1 else choices
 

@@ -54,13 +54,14 @@ async def tokenize(request: Request) -> Response:
     if (body.prompt is None) == (body.messages is None):
         raise Failure(400, "prompt and messages are both given, or neither is: expected one of the two")
     runtime = service_of(request).model(body.model).runtime
+    prompt: Any = body.prompt if body.messages is None else body.messages
     if body.messages is not None:
         check_messages(body.messages)
     if body.prompt is not None and not body.add_special_tokens:  # for clients that join prompts from token ids
         runtime.limits.check_prompt(body.prompt)
         tokens = await asyncio.to_thread(encode, runtime.tokenizer, body.prompt, special=False)
     else:
-        tokens = await asyncio.to_thread(runtime.tokens_of, body.prompt if body.messages is None else body.messages)
+        tokens = await asyncio.to_thread(runtime.tokens_of, prompt)
     return json_response({"count": len(tokens), "max_model_len": runtime.max_seq_len, "tokens": tokens})
 
 

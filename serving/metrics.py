@@ -196,7 +196,6 @@ class Metrics:
 
 
 def _rows(statistics: Statistics) -> dict[str, int]:
-    """The rows of a completion by what they hold."""
     drafts = statistics.candidate_rows + statistics.mask_rows
     return {
         "known": statistics.rows - drafts,

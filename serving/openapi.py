@@ -18,7 +18,7 @@ from spaceport.serving.bodies import OPTION_FIELDS, SUPPORTED, Own, bounds_of
 from spaceport.serving.chat import ChatBody
 from spaceport.serving.clients import needs_key
 from spaceport.serving.completions import TextBody
-from spaceport.serving.failures import json_response
+from spaceport.serving.failures import Error, json_response
 from spaceport.serving.infill import InfillBody
 from spaceport.serving.information import DetokenizeBody, TokenizeBody
 from spaceport.serving.options import ServiceOptions
@@ -36,22 +36,6 @@ BODIES: dict[str, type[msgspec.Struct]] = {
 }
 _TEXT = ("/metrics",)  # endpoints that answer with text
 _REFERENCE = "#/components/schemas/{name}"
-_ERROR = {
-    "type": "object",
-    "required": ["error"],
-    "properties": {
-        "error": {
-            "type": "object",
-            "required": ["message", "type", "param", "code"],
-            "properties": {
-                "message": {"type": "string"},
-                "type": {"type": "string"},
-                "param": {"type": ["string", "null"]},
-                "code": {"type": ["string", "null"]},
-            },
-        }
-    },
-}
 
 
 async def openapi(request: Request) -> Response:
@@ -72,7 +56,7 @@ def document(routes: Iterable[Any], limits: Limits, options: ServiceOptions) -> 
         "openapi": "3.1.0",
         "info": {"title": "Spaceport", "version": __version__},
         "paths": paths,
-        "components": {"schemas": {**schemas(limits, options.most_choices), "Error": _ERROR}},
+        "components": {"schemas": schemas(limits, options.most_choices)},
     }
     if options.keys:
         description["components"]["securitySchemes"] = {"key": {"type": "http", "scheme": "bearer"}}
@@ -80,8 +64,8 @@ def document(routes: Iterable[Any], limits: Limits, options: ServiceOptions) -> 
 
 
 def schemas(limits: Limits, most_choices: int) -> dict[str, dict[str, Any]]:
-    """The schemas of all bodies, with descriptions and bounds of their fields."""
-    _, components = msgspec.json.schema_components(BODIES.values(), ref_template=_REFERENCE)
+    """The schemas of errors and of all bodies, with descriptions and bounds of their fields."""
+    _, components = msgspec.json.schema_components([*BODIES.values(), Error], ref_template=_REFERENCE)
     bounds = bounds_of(limits, most_choices)
     structs: list[type[msgspec.Struct]] = [*BODIES.values(), Own]
     for struct in structs:

@@ -53,7 +53,6 @@ class RequestRecord:
     statistics: list[Statistics] = field(default_factory=list)  # of each choice
 
     def ended(self, ending: str, statistics: Statistics) -> None:
-        """Note the end of a choice."""
         self.endings.append(ending)
         self.statistics.append(statistics)
 
@@ -96,7 +95,6 @@ class RequestRecord:
 
 
 def record_of(request: Request) -> RequestRecord:
-    """The record of a request."""
     record: RequestRecord = request.scope[_KEY]
     return record
 
@@ -188,7 +186,6 @@ class TextLines(_EntryFormatter):
         super().__init__("%(asctime)s %(levelname)s %(name)s: %(message)s")
 
     def formatMessage(self, record: logging.LogRecord) -> str:
-        """The line without an error."""
         fields = " ".join(f"{name}={value}" for name, value in _fields(record).items())
         return f"{super().formatMessage(record)} {fields}".rstrip()
 
@@ -197,7 +194,6 @@ class JsonLines(_EntryFormatter):
     """Entries as JSON objects, one per line."""
 
     def format(self, record: logging.LogRecord) -> str:
-        """The entry as a line."""
         entry = {
             "time": datetime.fromtimestamp(record.created, timezone.utc).isoformat(timespec="milliseconds"),
             "level": record.levelname.lower(),

@@ -287,7 +287,6 @@ class ResponsesAnswer(Answer):
         self._text = MessageText(self.call.tools)
 
     def _add(self, text: str, logprobs: Sequence[TokenLogprob]) -> list[Event]:
-        """Add generated text, and the log probabilities of its tokens."""
         return self._items.add(self._text.parts(text), logprobs)
 
     def _finish(self, completion: Completion) -> list[Event]:
@@ -323,7 +322,6 @@ class ResponsesAnswer(Answer):
         yield encoded({"type": f"response.{finished['status']}", "response": finished})
 
     def _response(self, completion: Completion) -> dict[str, Any]:
-        """The response with its output."""
         complete = finish_reason(completion.ending) == "stop"
         counts = self.counts
         usage = counts["usage"]

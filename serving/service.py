@@ -201,6 +201,5 @@ class Service:
 
 
 def service_of(request: Request) -> Service:
-    """The service that answers a request."""
     service: Service = request.app.state.service
     return service

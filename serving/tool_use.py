@@ -52,7 +52,6 @@ class ToolUse:
         )
 
     def call_id(self) -> str:
-        """The id of a new call."""
         if self.tool_format.short_ids:
             return "".join(secrets.choice(_LETTERS) for _ in range(9))
         return f"call_{secrets.token_hex(12)}"
@@ -77,7 +76,6 @@ class MessageText:
 
     @property
     def has_calls(self) -> bool:
-        """Whether a call has been found."""
         return self._parser is not None and self._parser.calls > 0
 
     def parts(self, text: str) -> list[MessagePart]:

@@ -328,7 +328,6 @@ class PromptEncoder:
 
     @cached_property
     def controls(self) -> ControlTokens:
-        """The control tokens of the bundle."""
         return ControlTokens(self.tokenizer, self.bundle.manifest.tokens)
 
     @cached_property
@@ -345,7 +344,6 @@ class PromptEncoder:
 
     @cached_property
     def template(self) -> ChatTemplate:
-        """The chat template of the bundle."""
         return open_template(self.bundle, self.helper)
 
     def tokens_of(

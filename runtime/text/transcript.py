@@ -142,7 +142,6 @@ class Transcript(Listener):
         return "".join(self._shown)
 
     def on_token(self, thread: TokenSequence, token: int, drafted: bool, source: str | None = None) -> bool:
-        """Add a thread's next token; returns whether the thread ends with it."""
         if self.is_cut_off(thread):
             return True
         state = self._states[thread.path]
@@ -160,7 +159,6 @@ class Transcript(Listener):
         return segment.search.stopped or self._search.stopped
 
     def on_fork(self, parent: TokenSequence, child: TokenSequence) -> None:
-        """Add a child thread at the last token of its parent."""
         state = self._states[parent.path]
         segment = self._segment(state.segment.stream.context)
         started = self._states[child.path] = _ThreadState(child.path, segment, state, len(state.tokens) - 1)
@@ -211,12 +209,10 @@ class Transcript(Listener):
         return tuple(logprob for state, part in self._finished_tokens() for logprob in of_threads[state.path][part])
 
     def _segment(self, context: tuple[int, ...] = (), start: int = 0) -> Segment:
-        """A new segment behind these tokens."""
         stream = TextStream(self._tokenizer, context, self._skip_special)
         return Segment(stream, StopSearch(self._stops, self._include_stop), start)
 
     def _index(self, segment: Segment) -> int:
-        """The index of a segment in reading order."""
         return next(index for index, (_, other) in enumerate(self._order) if other is segment)
 
     def _read_after(self, state: _ThreadState) -> str:

@@ -92,7 +92,6 @@ def service_of(given: Mapping[str, Any], replicas: ReplicaOptions) -> dict[str, 
 
 
 def _replica_options(given: Any) -> ReplicaOptions:
-    """The table `replicas`."""
     if not isinstance(given, Mapping):
         raise OptionFault(f"{_SOURCE}: `replicas` is {given!r:.40}: expected a table such as {{max_replicas: 4}}")
     known = [declared.name for declared in option_fields(ReplicaOptions)]

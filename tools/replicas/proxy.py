@@ -67,11 +67,9 @@ class ForwardedRequest:
 
     @property
     def too_long(self) -> bool:
-        """Whether the body is too long to be sent again."""
         return self._bytes > _MOST_BYTES
 
     async def receive(self) -> Message:
-        """The next part of the request."""
         if self.read < len(self._stored):
             self.read += 1
             return self._stored[self.read - 1]

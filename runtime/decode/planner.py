@@ -76,11 +76,6 @@ class Sharing(NamedTuple):
     def requests(self) -> int:
         return 1 if self.call is None else self.call.requests
 
-    @property
-    def fills_up(self) -> bool:
-        """Whether this thread's rows are padded to those of other requests."""
-        return self.call is not None and self.call.requests > 1 and self.threads == 1
-
 
 class DraftPlanner:
     """Step costs and the acceptance rates of a bundle, from which drafts are planned."""
@@ -189,7 +184,8 @@ class TreeDrafter:
 
     def draft(self, thread: TokenSequence, remaining: int, rows: int, sharing: Sharing) -> Draft:
         curve = self._planner.curve(self._config.rows, sharing)
-        call = sharing.call if sharing.fills_up else None
+        # a single thread's rows are padded to those of the other requests of the call
+        call = sharing.call if sharing.threads == 1 and sharing.requests > 1 else None
         planned = self._planned[thread.path] = _Planned(curve, call)
         left, rows = self.left(curve), min(rows, self._config.rows)
         rate = max(1.0, (self._plain_time + curve.plain) / (self._time + curve.plain))

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections import Counter, deque
+from collections import Counter
 from collections.abc import Collection, Mapping
-from itertools import chain, count
+from itertools import count
 from threading import Lock
 
 from spaceport.graphs.contract.faults import SpaceportError
@@ -31,7 +31,7 @@ class RequestQueue:
     def __init__(self, limit: int, most_tokens: int | None = None) -> None:
         self.limit = limit  # requests beyond those that get KV buffers at once
         self._most_tokens = most_tokens  # prompt tokens of all waiting requests; None: any number
-        self._prepared: dict[str, deque[Request]] = {}  # by tenant; none is empty
+        self._prepared: list[Request] = []  # those of each tenant in order
         self._preparing: set[Request] = set()  # those that are tokenized, or wait for that
         self._clock = 0.0  # tokens that a tenant would have got that has waited from the beginning
         self._due: dict[str, float] = {}  # on this clock, when a tenant is due
@@ -48,7 +48,7 @@ class RequestQueue:
     def prepared(self) -> list[Request]:
         """The prepared requests that wait."""
         with self._lock:
-            return list(chain.from_iterable(self._prepared.values()))
+            return list(self._prepared)
 
     @property
     def ready(self) -> bool:
@@ -73,18 +73,18 @@ class RequestQueue:
             self._preparing.discard(request)
             self._check(request, free, sequences.statistics.prompt_tokens, limit)
             if request.start(sequences):
-                self._waiting_of(request.tenant).append(request)
+                self._add(request, len(self._prepared))
 
     def put_back(self, request: Request) -> None:
         """Add a request that has run, before the others of its tenant."""
         with self._lock:
-            self._waiting_of(request.tenant).appendleft(request)
+            self._add(request, 0)
 
     def take_all(self) -> list[Request]:
         """All prepared requests that wait."""
         with self._lock:
-            prepared, self._prepared = self._prepared, {}
-        return list(chain.from_iterable(prepared.values()))
+            prepared, self._prepared = self._prepared, []
+        return prepared
 
     def preparing(self) -> list[Request]:
         """The requests that are being prepared."""
@@ -94,16 +94,11 @@ class RequestQueue:
     def remove_done(self) -> None:
         """Remove the requests that have ended."""
         with self._lock:
-            self._keep(
-                {
-                    tenant: deque(request for request in waiting if not request.done)
-                    for tenant, waiting in self._prepared.items()
-                }
-            )
+            self._keep([request for request in self._prepared if not request.done])
 
     def forget_tenants(self, running: Collection[Request]) -> None:
         """Begin to count the requests of a tenant anew if it has none."""
-        for tenant in self._loads.keys() - self._prepared.keys() - {request.tenant for request in running}:
+        for tenant in self._loads.keys() - {request.tenant for request in (*self.prepared(), *running)}:
             del self._loads[tenant]
 
     def next_round(self) -> None:
@@ -130,7 +125,8 @@ class RequestQueue:
         """
         if len(self._loads) < 2:
             return decoding
-        many = {index: request for index, request in decoding.items() if self._load(request) > 1}
+        loads = self._all_loads()
+        many = {index: request for index, request in decoding.items() if loads[request.tenant] > 1}
         most = min(rows, _MANY_BESIDE * (len(decoding) - len(many)))
         if not most or len(many) <= most:
             return decoding
@@ -145,7 +141,8 @@ class RequestQueue:
 
         Beside tenants with one request, those with several get few rows, and in every second round only.
         """
-        if self._load(request) > 1 and any(self._load(other) == 1 for other in beside):
+        loads = self._all_loads()
+        if loads[request.tenant] > 1 and any(loads[other.tenant] == 1 for other in beside):
             return min(rows, 0 if self._rounds % 2 else few)
         return rows
 
@@ -157,25 +154,27 @@ class RequestQueue:
 
     def may_lead(self, request: Request, running: Collection[Request]) -> list[Request]:
         """The running requests whose prompts come no later than that of a request."""
-        return [other for other in running if other.tenant == request.tenant or self._load(other) == 1]
+        loads = self._all_loads()
+        return [other for other in running if other.tenant == request.tenant or loads[other.tenant] == 1]
 
-    def _load(self, request: Request) -> int:
-        """Number of requests of the same tenant that wait, run, or have run since it had none."""
-        return self._loads[request.tenant] + len(self._prepared.get(request.tenant, ()))
+    def _all_loads(self) -> Counter[str]:
+        """Number of requests of each tenant that wait, run, or have run since it had none."""
+        return self._loads + Counter(request.tenant for request in self.prepared())
 
     def _next(self, running: Collection[Request], free: bool, parks: bool) -> tuple[Request | None, Request | None]:
         """The next request, if a running one makes room or need not; its tenant then has less than that of the latter."""
         due = self._firsts()
         if free and due:
             return due[0], None
-        several = [request for request in running if request.paused or self._load(request) > 1]
+        loads = self._all_loads()
+        several = [request for request in running if request.paused or loads[request.tenant] > 1]
         if not parks or not several:
             return None, None
         held = Counter(request.tenant for request in running)
         parked = sum(request.parked is not None for request in self.prepared())
         for request in due:
             tenant = request.tenant
-            alone = self._load(request) == 1
+            alone = loads[tenant] == 1
             if parked >= (_MOST_PARKED if alone else _MOST_PARKED / 4) * len(running):
                 continue
             preemptible = [
@@ -191,44 +190,43 @@ class RequestQueue:
     def _firsts(self) -> list[Request]:
         """The next request of each tenant: first those that have run, then the one whose tenant is due first."""
         with self._lock:
-            firsts = (next((other for other in own if not other.paused), None) for own in self._prepared.values())
-            return sorted(
-                (request for request in firsts if request is not None),
-                key=lambda request: (request.parked is None, self._due[request.tenant]),
-            )
+            firsts: dict[str, Request] = {}
+            for request in self._prepared:
+                if not request.paused:
+                    firsts.setdefault(request.tenant, request)
+            return sorted(firsts.values(), key=lambda request: (request.parked is None, self._due[request.tenant]))
 
     def _take(self, request: Request) -> None:
         """Remove a request that was due."""
         with self._lock:
-            tenant, waiting = request.tenant, self._prepared.get(request.tenant, ())
-            if request not in waiting:  # all were taken meanwhile
+            if request not in self._prepared:  # all were taken meanwhile
                 return
             if request.parked is None:
-                tokens = request.sequences.max_length
-                self._clock = max(self._clock, self._due[tenant]) + tokens / len(self._prepared)
+                tokens, tenant = request.sequences.max_length, request.tenant
+                self._clock = max(self._clock, self._due[tenant]) + tokens / len(self._tenants())
                 self._due[tenant] += tokens
-            self._keep({tenant: deque(other for other in waiting if other is not request)})
+            self._keep([other for other in self._prepared if other is not request])
 
-    def _waiting_of(self, tenant: str) -> deque[Request]:
-        """The prepared requests of a tenant, which gets a place if it has none."""
-        if tenant not in self._prepared:
-            self._prepared[tenant] = deque()
-            self._due[tenant] = max(self._clock, self._due.get(tenant, 0.0))
-        return self._prepared[tenant]
+    def _tenants(self) -> set[str]:
+        return {request.tenant for request in self._prepared}
 
-    def _keep(self, waiting: dict[str, deque[Request]]) -> None:
-        """Keep these requests of some tenants; a tenant without any is forgotten once it has no more than the others."""
-        self._prepared = {tenant: requests for tenant, requests in (self._prepared | waiting).items() if requests}
+    def _add(self, request: Request, index: int) -> None:
+        if request.tenant not in self._tenants():
+            self._due[request.tenant] = max(self._clock, self._due.get(request.tenant, 0.0))
+        self._prepared.insert(index, request)
+
+    def _keep(self, waiting: list[Request]) -> None:
+        """Keep these prepared requests; a tenant without any is forgotten once it has no more than the others."""
+        self._prepared = waiting
+        tenants = self._tenants()
         self._due = {
-            tenant: due
-            for tenant, due in self._due.items()
-            if tenant in self._prepared or (self._prepared and due > self._clock)
+            tenant: due for tenant, due in self._due.items() if tenant in tenants or (waiting and due > self._clock)
         }
 
     def _waiting(self) -> list[Request]:
         # what has ended before its preparation began does not count, nor what has made room for another tenant
         self._preparing = {request for request in self._preparing if request.begun or not request.done}
-        waiting = (*chain.from_iterable(self._prepared.values()), *self._preparing)
+        waiting = (*self._prepared, *self._preparing)
         return [request for request in waiting if not isinstance(request.asked, QueueFull)]
 
     def _check(self, request: Request, free: int, tokens: int, limit: int | None) -> None:

@@ -258,8 +258,6 @@ def measured_here(
     if exactness is None:
         exactness = measure_exactness(engine, tolerated_noise(bundle.manifest, engine.device))
     table, times = (None, 0) if stored is None else (stored.table, stored.times)
-    if table is not None and table.requests != batched_requests(engine):
-        table, times = None, 0
     if source == "measured" and times < _TIMES:
         measured = measure_step_costs(engine, next(iter(bundle.manifest.tokens.mask), 0))
         table, times = measured if table is None else lowest(table, measured), times + 1

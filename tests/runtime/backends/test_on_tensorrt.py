@@ -274,6 +274,7 @@ def test_each_of_several_engines_reports_its_own_failure(plan: Plan) -> None:
 def test_a_closed_engine_runs_nothing_and_holds_no_memory(plan: Plan) -> None:
     device = StandInDevice()
     engine: Any = opened(plan, device)
+    assert engine.working == device.working, "all work on its buffers goes to the stream of its calls"
     for _ in range(3):
         engine.run(batch_of_rows(1))
     weights = weakref.ref(engine._kernels.engine)

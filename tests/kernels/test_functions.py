@@ -8,8 +8,8 @@ from numpy.typing import NDArray
 
 from spaceport.kernels.functions import add_functions
 from spaceport.kernels.packing import WEIGHT_FORMATS, pack
-from support.attention_cases import CASES
 from support.native_operators import library, model_of, normal, random_weights, session_of
+from support.operator_reference import CASES
 
 pytestmark = pytest.mark.skipif(library() is None, reason="no C++ compiler")
 

@@ -62,9 +62,10 @@ def test_tokens_and_text_equal_those_of_sentencepiece(options: dict[str, Any], t
 
 
 def test_text_between_special_tokens_is_tokenized_on_its_own(tmp_path: Path) -> None:
+    last = 480
     added = ("<|user|>", "[gMASK]")
     original, tokenizer = both(tmp_path, sentencepiece_model(), added=added, unused=("[gMASK]",))
-    last = original.get_piece_size()
+    assert original.get_piece_size() == last
     found = tokenizer.encode("the ship<|user|>\n answer<|user|>", add_special_tokens=False).ids
     assert found == [*original.encode("the ship"), last, *original.encode("\n answer"), last]
     assert tokenizer.decode([last, *original.encode("the ship")], skip_special_tokens=True) == "the ship"

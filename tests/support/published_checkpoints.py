@@ -19,16 +19,27 @@ from typing import Any, Literal
 import sentencepiece
 import torch
 from safetensors.torch import save_file
+from tokenizers import Tokenizer, models, pre_tokenizers, trainers
 from torch import Tensor
 from torch.nn import functional
 from transformers.convert_slow_tokenizer import bytes_to_unicode
 
 from spaceport.exporter.converted_checkpoint import published_tensors
 from spaceport.exporter.converted_families import FAMILIES, Fields
-from support.small_tokenizers import BYTES, CORPUS, SPECIAL
 
 Format = Literal["safetensors", "bin"]
 Weights = Mapping[str, Tensor]  # by published name
+
+CORPUS = (
+    "the answer of the tower is the ship, and the ship is the answer to philosophy",
+    "def f(x):\n    return x + 1  # 2024-11-23\n\n\tif x == 10:\n        print('ok')",
+    "你好世界，你们好。世界你好 你好 你好",
+    "Grüße aus Köln; naïve café; Ω and é",
+    "привет мир, мир и война и мир",
+    "مرحبا بالعالم مرحبا",
+    "this is it's 'tis -- ---- ======== aaaa aaa abab",
+    "😀😁 👍🏽 👨‍👩‍👧",
+)
 
 FOLDER = Path(__file__).parents[1] / "data" / "published"
 CONFIGS: dict[str, dict[str, Any]] = {
@@ -86,11 +97,16 @@ def sentencepiece_model(**options: Any) -> bytes:
     return model.getvalue()
 
 
+@cache
 def ranks() -> dict[bytes, int]:
-    """The ranks of a byte-pair encoding: bytes first, then merges."""
+    """The ranks of a byte-pair encoding that is trained on the corpus: bytes first, then merges."""
+    tokenizer = Tokenizer(models.BPE())
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
+    trainer = trainers.BpeTrainer(vocab_size=420, initial_alphabet=alphabet, show_progress=False)
+    tokenizer.train_from_iterator(CORPUS, trainer)
     numbers = {letter: byte for byte, letter in bytes_to_unicode().items()}
-    vocabulary = {token: number for token, number in BYTES.get_vocab().items() if token not in SPECIAL}
-    return {bytes(numbers[letter] for letter in token): number - len(SPECIAL) for token, number in vocabulary.items()}
+    return {bytes(numbers[letter] for letter in token): rank for token, rank in tokenizer.get_vocab().items()}
 
 
 def rank_lines(found: Mapping[bytes, int]) -> bytes:

@@ -85,7 +85,7 @@ cpus: venv
 	@PYTHONPATH=tests $(BIN)/python -m cpus
 
 cuda-setup: venv
-	@PYTHONPATH=tests $(BIN)/python -m stand_in_cuda
+	@PYTHONPATH=tests $(BIN)/python -m stand_in_cuda.libraries
 
 # With the files that make test leaves out as long as they have not changed since they passed.
 nightly: venv

@@ -10,10 +10,8 @@ from pathlib import Path
 import pytest
 from hypothesis import settings
 
-from spaceport.graphs.contract.formats import FORMATS
-from spaceport.graphs.contract.signature import Lowering
 from spaceport.runtime.backends.machine import cpu_class, cpu_name
-from support.exported import bundle_of
+from support.exported import bundle_in
 from support.paths import DEMO, TINY
 from support.tiers import OnChange, forbid_torch, needs_torch
 
@@ -75,49 +73,43 @@ def _log_as_before() -> Iterator[None]:
     ours.setLevel(levels[1])
 
 
-def _bundle(checkpoint: Path, name: str = "float32", lowering: Lowering | None = None) -> Path:
-    from spaceport.exporter.export import ExportOptions  # imports torch
-
-    return bundle_of(checkpoint, ExportOptions(FORMATS[name], lowering))
-
-
 # Bundles are read-only: a test that changes one changes a copy.
 
 
 @pytest.fixture(scope="session")
 def tiny_bundle() -> Path:
     """The tiny trained checkpoint as a bundle with the scatter lowering."""
-    return _bundle(TINY)
+    return bundle_in(TINY, "float32")
 
 
 @pytest.fixture(scope="session")
 def demo_bundle() -> Path:
     """The demo model, which forks, as a bundle."""
-    return _bundle(DEMO)
+    return bundle_in(DEMO, "float32")
 
 
 @pytest.fixture(scope="session")
 def tiny_append_bundle() -> Path:
     """The tiny trained checkpoint with the append lowering."""
-    return _bundle(TINY, lowering="append")
+    return bundle_in(TINY, "float32", "append")
 
 
 @pytest.fixture(scope="session")
 def half_bundle() -> Path:
     """The tiny trained checkpoint in float16."""
-    return _bundle(TINY, "float16")
+    return bundle_in(TINY, "float16")
 
 
 @pytest.fixture(scope="session")
 def tiny_int8_bundle() -> Path:
     """The tiny trained checkpoint in int8."""
-    return _bundle(TINY, "int8")
+    return bundle_in(TINY, "int8")
 
 
 @pytest.fixture(scope="session")
 def demo_int8_bundle() -> Path:
     """The demo model in int8."""
-    return _bundle(DEMO, "int8")
+    return bundle_in(DEMO, "int8")
 
 
 # Formats and lowerings of bundles on which speculative output has to equal plain output.
@@ -128,10 +120,10 @@ _INT8 = ("int8", "scatter")
 @pytest.fixture(scope="session", params=(*_FLOAT, pytest.param(_INT8, id="int8")))
 def any_tiny_bundle(request: pytest.FixtureRequest) -> Path:
     """The tiny trained checkpoint with each format and lowering in turn."""
-    return _bundle(TINY, *request.param)
+    return bundle_in(TINY, *request.param)
 
 
 @pytest.fixture(scope="session", params=(*_FLOAT, pytest.param(_INT8, id="int8", marks=pytest.mark.nightly)))
 def any_demo_bundle(request: pytest.FixtureRequest) -> Path:
     """The demo model with each format and lowering in turn."""
-    return _bundle(DEMO, *request.param)
+    return bundle_in(DEMO, *request.param)

@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-import os
-import subprocess
-import sys
 from collections.abc import Callable
+from concurrent.futures import ProcessPoolExecutor
 from functools import partial
+from multiprocessing import get_context
 from pathlib import Path
 
 import click
@@ -15,24 +14,14 @@ from attack.mutations import damaged_bundles, mutated_bundles
 from attack.outcome import Budget, Outcome, table, timed
 from attack.requests import hostile_requests
 from attack.service import soak, strangers
+from support.exported import bundle_in
 from support.paths import DEMO, TINY
-
-_EXPORT = """
-import sys
-from pathlib import Path
-from spaceport.exporter.export import ExportOptions
-from spaceport.graphs.contract.formats import FORMATS
-from support.exported import bundle_of
-print(bundle_of(Path(sys.argv[1]), ExportOptions(FORMATS[sys.argv[2]])))
-"""
 
 
 def _bundle(checkpoint: Path, format_name: str = "int8") -> Path:
     """The bundle of a checkpoint; this process does not import torch, whose memory a part would show."""
-    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}
-    command = [sys.executable, "-c", _EXPORT, str(checkpoint), format_name]
-    done = subprocess.run(command, check=True, capture_output=True, text=True, env=environment)
-    return Path(done.stdout.splitlines()[-1])
+    with ProcessPoolExecutor(1, get_context("spawn")) as pool:
+        return pool.submit(bundle_in, checkpoint, format_name).result()
 
 
 def _mutations(work: Path, seed: int, budget: Budget) -> list[Outcome]:

@@ -1,4 +1,4 @@
-"""Requests: hostile ones beside normal ones, whose texts must stay right; what they delay and what grows."""
+"""Requests: hostile ones beside normal ones, whose texts must stay right; what they leave, and what grows."""
 
 from __future__ import annotations
 
@@ -11,15 +11,12 @@ from pathlib import Path
 from random import Random
 from typing import Any, NamedTuple
 
-import numpy as np
-
 from attack.outcome import Budget, Outcome, memory_of, open_files_of
 from spaceport.runtime import Decoding, Grammar, Limits, Prompt, Runtime, Sampling, SpaceportError
 
 _HOSTILE = 4
 _PATIENCE = 60.0  # seconds of a case on a busy machine; a limit of the runtime ends it long before
 _LIMITS = Limits(threads=64, fork_depth=64, stop_strings=100, stop_chars=1000)  # the defaults refuse fork bombs
-_QUIET = 0.25  # share of the time without hostile requests
 _SAMPLES = 720  # of memory; more in a list would themselves be growth that is measured
 _PROMPTS = ("import json\n", "def close(self):\n", "class Reader:\n", "for name in names:\n")
 _PLAIN = Decoding(max_tokens=32, fork=False)
@@ -28,9 +25,10 @@ Hostile = Callable[[Runtime, Random], object]
 
 
 def hostile_requests(bundle: Path, seed: int, budget: Budget) -> Outcome:
-    """Normal clients alone, then beside hostile ones; compares the gaps between their tokens."""
+    """Normal clients beside hostile ones: texts are right, errors have types, and nothing is left at the end."""
     outcome = Outcome("hostile requests", seed)
-    numbers, lock, longest, used = budget.numbers(), threading.Lock(), [(0.0, "none")], [_usage()]
+    numbers, lock, ended = budget.numbers(), threading.Lock(), threading.Event()
+    longest, used = [(0.0, "none")], [_usage()]
 
     def attack() -> None:
         while True:
@@ -47,24 +45,27 @@ def hostile_requests(bundle: Path, seed: int, budget: Budget) -> Outcome:
                 if began - used[-1].seconds > budget.seconds / _SAMPLES:
                     used.append(_usage())
 
-    def attack_at_once() -> None:
-        with ThreadPoolExecutor(_HOSTILE) as pool:
-            for client in [pool.submit(attack) for _ in range(_HOSTILE)]:
-                client.result()
+    def normal(prompt: str) -> None:
+        while not ended.is_set():
+            text = "".join(piece.reading for piece in runtime.stream(prompt, _PLAIN))
+            right = text == expected[prompt]
+            outcome.note(f"normal request {prompt!r}: {text!r}", "right" if right else "wrong text", right)
 
     options: dict[str, Any] = {"max_seq_len": 512, "max_requests": len(_PROMPTS) + _HOSTILE, "limits": _LIMITS}
     with Runtime.open(bundle, threads=1, **options) as runtime:
         expected = {prompt: runtime.generate(prompt, _PLAIN).text for prompt in _PROMPTS}
-        quiet = _normal_clients(runtime, expected, outcome, lambda: time.sleep(_QUIET * budget.seconds))
-        busy = _normal_clients(runtime, expected, outcome, attack_at_once)
+        with ThreadPoolExecutor(options["max_requests"]) as pool:
+            clients = pool.map(normal, _PROMPTS)
+            try:
+                list(pool.map(lambda _: attack(), range(_HOSTILE)))  # raises what they have raised
+            finally:
+                ended.set()
+            list(clients)
         end = time.monotonic() + 10
         while (status := runtime.status()).active_requests and time.monotonic() < end:
             time.sleep(0.02)
         if status.active_requests or status.kv_slots_used or status.queued_requests or not status.healthy:
             outcome.failures.append(f"at the end: {status}")
-    for name, gaps in (("quiet", quiet), ("beside them", busy)):
-        shares = ", ".join(f"p{percent} {np.percentile(gaps, percent) * 1e3:.1f} ms" for percent in (50, 99))
-        outcome.figures[f"token gap {name}"] = shares
     outcome.figures["longest"] = "{:.1f} s ({})".format(*max(longest))
     middle, last = used[len(used) // 2], used[-1]
     if last.files > middle.files + 2 * _HOSTILE:
@@ -85,33 +86,6 @@ class Usage(NamedTuple):
 
 def _usage() -> Usage:
     return Usage(time.monotonic(), memory_of(os.getpid()), open_files_of(os.getpid()))
-
-
-def _normal_clients(
-    runtime: Runtime, expected: dict[str, str], outcome: Outcome, during: Callable[[], None]
-) -> list[float]:
-    """Seconds between the tokens of normal requests while something else happens."""
-    stop, gaps = threading.Event(), [0.0]
-
-    def client(prompt: str) -> None:
-        while not stop.is_set():
-            last, text = time.perf_counter(), ""
-            for piece in runtime.stream(prompt, _PLAIN):
-                now = time.perf_counter()
-                gaps.append(now - last)
-                last, text = now, text + piece.reading
-            right = text == expected[prompt]
-            outcome.note(f"normal request {prompt!r}: {text!r}", "right" if right else "wrong text", right)
-
-    with ThreadPoolExecutor(len(expected)) as pool:
-        clients = [pool.submit(client, prompt) for prompt in expected]
-        try:
-            during()
-        finally:
-            stop.set()
-        for one in clients:
-            one.result()
-    return gaps
 
 
 def _result(runtime: Runtime, hostile: Hostile, random: Random) -> tuple[str, bool]:

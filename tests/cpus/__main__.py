@@ -13,9 +13,7 @@ from typing import Any, NoReturn
 import click
 
 from cpus.machines import MACHINES, Machine, environment_for
-from spaceport.exporter.export import ExportOptions
-from spaceport.graphs.contract.formats import FORMATS
-from support.exported import bundle_of
+from support.exported import bundle_in
 from support.paths import ROOT, TINY
 from support.programs import Missing
 
@@ -38,7 +36,7 @@ def main(
     if tests:
         _run_pytest(ready, work, arguments)
     if not setup:
-        bundles = [f"{name}={bundle_of(TINY, ExportOptions(FORMATS[name]))}" for name in BUNDLES]
+        bundles = [f"{name}={bundle_in(TINY, name)}" for name in BUNDLES]
         results = [_audited(machine, work, bundles) for machine in ready]
         changed = sum(result is not None and result["changed"] for result in results)
         failed = sum(result is None for result in results)

@@ -28,9 +28,9 @@ def measured(given: str, prompts: list[str]) -> dict[str, Any]:
                 answer = runtime.generate(prompt, default)
                 changed += answer.tokens != runtime.generate(prompt, plain).tokens
                 drafted += answer.statistics.candidate_rows
-        exactness = runtime.exactness
+        exactness = str(runtime.exactness)
     counts = {"completions": 2 * len(tokens), "changed": changed, "drafted": drafted}
-    return {"bundle": name, "rows": exactness.rows, "slots": exactness.slots, "exactness": str(exactness), **counts}
+    return {"bundle": name, "exactness": exactness, **counts}
 
 
 def main() -> None:

@@ -87,13 +87,10 @@ def _prepare_avx2(folder: Path) -> None:
     output_of([compiler, "-O2", "-shared", "-fPIC", "-o", folder / "hide_avx512.so", _HERE / "hide_avx512.c", "-ldl"])
 
 
-def avx2_environment(folder: Path) -> dict[str, str]:
-    """The variables with which Python processes see the kernels of an AVX2 CPU."""
-    return {"LD_PRELOAD": str((folder / "hide_avx512.so").resolve()), "PYTHONPATH": str((folder / "site").resolve())}
-
-
 def _run_avx2(folder: Path, arguments: Sequence[str]) -> tuple[list[str], dict[str, str]]:
-    return [sys.executable, *arguments], avx2_environment(folder)
+    """Python processes see the kernels of an AVX2 CPU."""
+    settings = {"LD_PRELOAD": folder / "hide_avx512.so", "PYTHONPATH": folder / "site"}
+    return [sys.executable, *arguments], {name: str(path.resolve()) for name, path in settings.items()}
 
 
 def _prepare_arm(folder: Path) -> None:

@@ -20,8 +20,17 @@ from spaceport.graphs.contract.faults import CheckpointError
 from spaceport.training.job import TuningJob
 from spaceport.training.settings import TrainingSettings
 from spaceport.training.tuning import train
-from support.published_checkpoints import CONFIGS, Format, Published, published, write_published, write_weights
-from support.published_models import chatglm_logits, internlm_logits, qwen_logits
+from support.published_checkpoints import (
+    CONFIGS,
+    Format,
+    Published,
+    chatglm_logits,
+    internlm_logits,
+    published,
+    qwen_logits,
+    write_published,
+    write_weights,
+)
 from support.small_tokenizers import varied_texts
 
 TOLERANCE = 2e-5  # of a logit, which are up to 20 here: float32 against float64

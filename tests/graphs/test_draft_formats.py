@@ -20,8 +20,7 @@ from spaceport.tools.cli import OK, run
 from support.exported import bundle_of
 from support.gguf_files import random_model
 from support.mask_rows import bundle_engine, rows_batch, walk
-from support.published import MASK, VOCAB, random_adapter, write_checkpoint
-from support.published_drafts import random_heads, write_published_heads
+from support.published import MASK, VOCAB, random_adapter, random_heads, write_checkpoint, write_published_heads
 
 pytestmark = pytest.mark.nightly
 TOKENS = range(5, VOCAB)

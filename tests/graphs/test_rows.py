@@ -16,7 +16,7 @@ from spaceport.graphs.mechanism import DraftCorrection, Factors, InputRows
 from spaceport.graphs.traits import UnsupportedModel, require_equal_logits
 from support.gguf_files import HIDDEN, random_model
 from support.mask_rows import rows_batch, torch_engine
-from support.published_drafts import random_heads, reference_lines
+from support.published import random_heads, reference_lines
 
 MASKS = (600, 601)
 SIZES = {"hidden_size": 32, "intermediate_size": 32, "num_hidden_layers": 1, "num_attention_heads": 2, "vocab_size": 97}

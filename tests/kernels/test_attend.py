@@ -4,8 +4,8 @@ import numpy as np
 import pytest
 from numpy.typing import NDArray
 
-from support.attention_cases import CASES, Case
 from support.native_operators import Operator, available_sets, library, require_function_near, run
+from support.operator_reference import CASES, Case
 
 pytestmark = pytest.mark.skipif(library() is None, reason="no C++ compiler")
 

@@ -63,7 +63,6 @@ def placed(graph: Path, folder: Path) -> dict[str, Any]:
     return {
         "on the CPU": [node.op_type for part in parts for node in part.get_nodes()],
         "notes": cpu_nodes(session),
-        "nodes": len(nodes),
         "copies": sum(node.op_type.startswith("Memcpy") for node in nodes),
     }
 
@@ -89,10 +88,8 @@ def stepped(bundle: Bundle, library: ctypes.CDLL) -> dict[str, Any]:
         outputs = engine._binding.get_outputs_as_ortvaluevector()
         in_place &= [output.data_ptr() for output in outputs][1:] == places
     found = {
-        "device": engine.device,
         "notes": engine.notes,
         "layers": engine.signature.layers,
-        "KV bytes": engine._request_bytes,
         "input bytes": max(size for use, size in engine._memory if use == "rows"),
         "token bytes": _ROWS * 4 * selection_width(engine.signature.vocab_size),
         "captured": captured,

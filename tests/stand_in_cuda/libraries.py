@@ -9,6 +9,7 @@ import fcntl
 import os
 import re
 import shutil
+import sys
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -110,3 +111,11 @@ def _compile(library: str, functions: Sequence[str], *more: str | Path) -> None:
     output_of(["cc", *flags, *linked, "-o", _LIBRARIES / library, source, *more])
     source.unlink()
     script.unlink()
+
+
+if __name__ == "__main__":
+    try:
+        prepare()
+    except Missing as reason:
+        sys.exit(f"stand_in_cuda: {reason}")
+    print(f"stand_in_cuda: ONNX Runtime with CUDA is in {FOLDER}")

@@ -120,54 +120,6 @@ class Fuse(Listener):
         return self.selector.candidates(logits, thread, position, most)
 
 
-@dataclass
-class SharedEngine(HashEngine):
-    """A fake engine that knows the request of each row, and fails on demand."""
-
-    guests: list[tuple[Request, SequenceGroup]] = field(default_factory=list)  # of the test
-    poisoned: dict[int, int] = field(default_factory=dict)  # id of a request -> calls until its logits are NaN
-    faulty: int | None = None  # index of the call that fails
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        self.owner = self._owner_of
-
-    def _owner_of(self, index: int) -> object:
-        """The salt of the request that uses an index, whose rows others of this salt may see; else the request itself."""
-        tenant = self.tenant(index)
-        salt = None if tenant is None else tenant.cache_salt
-        return id(tenant) if salt is None else salt
-
-    def tenant(self, index: int) -> SequenceGroup | None:
-        """The request that holds slots of an index; there is never more than one."""
-        found = [sequences for guest, sequences in self.guests if guest.index == index and sequences.slots.held]
-        assert len(found) < 2, "two requests share the buffers of one index"
-        return found[0] if found else None
-
-    def run(self, batch: Batch) -> NDArray[np.float32]:
-        if self.calls == self.faulty:
-            self.calls += 1
-            raise EngineFault("the fake engine failed")
-        logits = super().run(batch)
-        for line in range(batch.requests):
-            tenant = self.tenant(batch.first + line)
-            if tenant is None:
-                continue
-            self._hold_visible(batch, line, tenant)
-            if id(tenant) in self.poisoned:
-                self.poisoned[id(tenant)] -= 1
-                if self.poisoned[id(tenant)] < 0:
-                    logits[line] = np.nan
-        return logits
-
-    def _hold_visible(self, batch: Batch, line: int, tenant: SequenceGroup) -> None:
-        for row, slot in enumerate(batch.slot_ids[line]):
-            own = int(slot) if self.lowering == "scatter" else int(batch.slot_ids[line, 0]) + row
-            visible = np.flatnonzero(batch.attention_mask[line, 0, row])
-            if own in visible:
-                assert tenant.slots.still_held(visible).size == visible.size, "a row sees a slot that nobody holds"
-
-
 class Scene:
     """Requests that arrive, and a clock that counts rounds."""
 
@@ -179,22 +131,24 @@ class Scene:
         lowering: Lowering = "scatter",
         prompt_rows: int = 512,
         queue_limit: int = 10**6,
-        faulty: int | None = None,
+        faulty: int | None = None,  # index of the engine call that fails
         row_cost: float = 0.0,  # in plain steps
     ) -> None:
         self.language, self.arrivals = language, arrivals
         self.alone = [arrival.alone(language) for arrival in arrivals]
         longest = max(len(a.prompt) + self._total(tree) for a, tree in zip(arrivals, self.alone, strict=True))
         widest = max(STEP_ROWS, prompt_rows if lowering == "append" else 0) + 8
-        self.engine = SharedEngine(language, longest + widest + 1, requests, lowering, faulty=faulty)
+        hooks = {"owner": self._owner_of, "before": self._fail, "after": self._check}
+        self.engine = HashEngine(language, longest + widest + 1, requests, lowering, **hooks)
+        self.faulty = faulty
+        self.poisoned: dict[int, int] = {}  # id of a request -> calls until its logits are NaN
         self.now = 0
         costs = relative_costs(row_cost)
         self.scheduler = Scheduler(self.engine, queue_limit, prompt_rows, clock=lambda: self.now, costs=costs)
         # for each request: whether it was done at each report
         self.reports: list[list[bool]] = [[] for _ in arrivals]
-        prepared = [self._prepared(*numbered) for numbered in enumerate(arrivals)]
-        self.requests, self.sequences = [request for request, _ in prepared], [sequences for _, sequences in prepared]
-        self.engine.guests.extend(prepared)
+        self.guests = [self._prepared(number, arrival) for number, arrival in enumerate(arrivals)]
+        self.requests, self.sequences = [request for request, _ in self.guests], [group for _, group in self.guests]
 
     def play(self) -> None:
         """Run rounds until all requests have arrived and ended."""
@@ -257,8 +211,7 @@ class Scene:
         )
         fuse.selector, sequences.selector, sequences.cache_salt = sequences.selector, fuse, arrival.salt
         if arrival.trouble == "number":
-            self.engine.poisoned[id(sequences)] = arrival.when
-
+            self.poisoned[id(sequences)] = arrival.when
         deadline = None if arrival.patience is None else arrival.at + arrival.patience
         request = Request(arrival.prompt, Decoding(tenant=arrival.tenant), deadline=deadline)
 
@@ -268,6 +221,37 @@ class Scene:
 
         request.on_change = on_change
         return request, sequences
+
+    def _owner_of(self, index: int) -> object:
+        """The salt of the request that uses an index, whose rows others of this salt may see; else the request itself."""
+        tenant = self._tenant(index)
+        return id(tenant) if tenant is None or tenant.cache_salt is None else tenant.cache_salt
+
+    def _tenant(self, index: int) -> SequenceGroup | None:
+        """The request that holds slots of an index; there is never more than one."""
+        found = [sequences for request, sequences in self.guests if request.index == index and sequences.slots.held]
+        assert len(found) < 2, "two requests share the buffers of one index"
+        return found[0] if found else None
+
+    def _fail(self, batch: Batch) -> None:
+        if self.engine.calls == self.faulty:
+            self.engine.calls += 1
+            raise EngineFault("the fake engine failed")
+
+    def _check(self, batch: Batch, logits: NDArray[np.float32]) -> None:
+        """Assert that rows see slots that their request holds; poison its logits if that is due."""
+        for line in range(batch.requests):
+            if (tenant := self._tenant(batch.first + line)) is None:
+                continue
+            for row, slot in enumerate(batch.slot_ids[line]):
+                own = int(slot) if self.engine.lowering == "scatter" else int(batch.slot_ids[line, 0]) + row
+                visible = np.flatnonzero(batch.attention_mask[line, 0, row])
+                if own in visible:
+                    assert tenant.slots.still_held(visible).size == visible.size, "a row sees a slot that nobody holds"
+            if id(tenant) in self.poisoned:
+                self.poisoned[id(tenant)] -= 1
+                if self.poisoned[id(tenant)] < 0:
+                    logits[line] = np.nan
 
 
 def steps_of(sequences: SequenceGroup) -> int:

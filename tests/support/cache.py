@@ -104,16 +104,12 @@ def _listing(folder: Path) -> list[list[object]]:
 
 def _make_room(folder: Path) -> None:
     """Remove the entries that were not used for longest, and what killed processes have left."""
-    now = time.time()
-    ages = {record: now - record.stat().st_mtime for record in folder.glob("*.json")}
-    sizes = {record: sum(size for _, size, _ in json.loads(record.read_text())) for record in ages}
-    total = sum(sizes.values())
-    for record in sorted(ages, key=lambda record: -ages[record]):
-        if total <= MOST_BYTES or ages[record] < RECENT:
-            break
-        record.unlink()
-        shutil.rmtree(record.with_suffix(""))
-        total -= sizes[record]
+    now, total = time.time(), 0
+    for record in sorted(folder.glob("*.json"), key=lambda record: -record.stat().st_mtime):
+        total += sum(size for _, size, _ in json.loads(record.read_text()))
+        if total > MOST_BYTES and now - record.stat().st_mtime > RECENT:
+            record.unlink()
+            shutil.rmtree(record.with_suffix(""))
     for left in folder.glob("*"):
         if left.is_dir() and not left.with_suffix(".json").exists() and now - left.stat().st_mtime > RECENT:
             shutil.rmtree(left, ignore_errors=True)

@@ -16,8 +16,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from spaceport.kernels.packing import WEIGHT_FORMATS, pack
-from support.attention_cases import CASES
 from support.native_operators import Operator, available_sets, normal, random_weights
+from support.operator_reference import CASES
 
 Feeds = dict[str, NDArray[Any]]
 

@@ -5,6 +5,8 @@ from __future__ import annotations
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from spaceport.graphs.contract.formats import FORMATS
+from spaceport.graphs.contract.signature import Lowering
 from support.cache import built
 from support.paths import TINY
 
@@ -26,3 +28,10 @@ def bundle_of(checkpoint: Path = TINY, options: ExportOptions | None = None) -> 
 
     made_from = (checkpoint.name, checkpoint, chosen)
     return built(f"bundle-{checkpoint.name}", made_from, make)
+
+
+def bundle_in(checkpoint: Path, format_name: str, lowering: Lowering | None = None) -> Path:
+    """The bundle of a checkpoint in a format."""
+    from spaceport.exporter.export import ExportOptions
+
+    return bundle_of(checkpoint, ExportOptions(FORMATS[format_name], lowering))

@@ -27,15 +27,7 @@ EMULATED_MATRICES = TESTS / "kernels" / "emulated_matrices.h"
 EMULATION = f'-DSPACEPORT_MATRICES="{EMULATED_MATRICES}"'  # plain C++ in place of the instructions of AMX
 _OUTPUT_TYPES = {"new_keys": TensorProto.INT8, "new_values": TensorProto.INT8}
 
-GGUF_TYPES = {
-    "int4": "Q4_1",
-    "int4_k": "Q4_K",
-    "int5": "Q5_0",
-    "int5_min": "Q5_1",
-    "int5_k": "Q5_K",
-    "int8": "Q8_0",
-    "int8_k16": "Q6_K",
-}
+GGUF_TYPES = {weight_format.name: kind for kind, (_, _, weight_format) in GGUF_BLOCKS.items()}  # of int4: with minima
 
 
 def sources() -> list[Path]:

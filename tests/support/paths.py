@@ -6,16 +6,8 @@ from pathlib import Path
 ROOT = Path(__file__).parents[2]
 TESTS = ROOT / "tests"
 DOCS = ROOT / "docs"
-PARTS = (
-    "exporter",
-    "graphs",
-    "kernels",
-    "runtime",
-    "serving",
-    "tools",
-    "training",
-    "verify",
-)  # top folders, each a sub-package of spaceport
+# Top folders, each a sub-package of spaceport
+PARTS = ("exporter", "graphs", "kernels", "runtime", "serving", "tools", "training", "verify")
 DEPLOY = ROOT / "deploy"
 TINY = TESTS / "data" / "tiny"  # trained checkpoint that drafts, a few kilobytes
 DEMO = ROOT / "tools" / "demo" / "model"  # trained checkpoint that drafts and forks

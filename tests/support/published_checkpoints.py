@@ -1,4 +1,9 @@
-"""Published checkpoints: tiny random folders with the files, names and layouts of ChatGLM3, InternLM v1 and Qwen v1."""
+"""Published checkpoints: tiny random folders with the files, names and layouts of ChatGLM3, InternLM v1 and Qwen v1.
+
+Their logits are computed from the papers, in float64 and by the published names, without transformers. RMSNorm: Zhang and
+Sennrich 2019. Rotary embeddings: Su et al. 2021. Multi-query groups: Ainslie et al. 2023. SwiGLU: Shazeer 2020. Dynamic NTK
+and log n scaling are not here: they begin behind the lengths that a converted model has.
+"""
 
 from __future__ import annotations
 
@@ -16,12 +21,14 @@ import torch
 from safetensors.torch import save_file
 from tokenizers import Tokenizer, models, pre_tokenizers, trainers
 from torch import Tensor
+from torch.nn import functional
 from transformers.convert_slow_tokenizer import bytes_to_unicode
 
 from spaceport.exporter.converted_checkpoint import published_tensors
 from spaceport.exporter.converted_families import FAMILIES, Fields
 
 Format = Literal["safetensors", "bin"]
+Weights = Mapping[str, Tensor]  # by published name
 
 CORPUS = (
     "the answer of the tower is the ship, and the ship is the answer to philosophy",
@@ -60,7 +67,7 @@ class Published:
 
     family: str
     config: Mapping[str, Any]
-    weights: Mapping[str, Tensor] = field(repr=False)  # float32, by published name
+    weights: Weights = field(repr=False)  # float32
 
 
 def published(family: str, changes: Mapping[str, Any] | None = None) -> Published:
@@ -126,7 +133,7 @@ def write_published(folder: Path, model: Published, format: Format = "safetensor
     return folder
 
 
-def write_weights(folder: Path, weights: Mapping[str, Tensor], format: Format, shards: int) -> None:
+def write_weights(folder: Path, weights: Weights, format: Format, shards: int) -> None:
     """Write the weights into one file, or into several with an index."""
     stem = "model" if format == "safetensors" else "pytorch_model"
     names = sorted(weights)
@@ -141,3 +148,84 @@ def write_weights(folder: Path, weights: Mapping[str, Tensor], format: Format, s
         files |= dict.fromkeys(part, file)
     if shards > 1:
         (folder / f"{stem}.{format}.index.json").write_text(json.dumps({"metadata": {}, "weight_map": files}), "utf-8")
+
+
+def _norm(x: Tensor, weight: Tensor, epsilon: float) -> Tensor:
+    return functional.rms_norm(x, x.shape[-1:], weight, epsilon)
+
+
+def _rotated(x: Tensor, base: float, neighbours: bool = False) -> Tensor:
+    """Heads (tokens x heads x size) rotated by their positions: dimensions 2i and 2i + 1 of the first half, or i and i + d / 2."""
+    kept = x.shape[-1] // 2 if neighbours else x.shape[-1]
+    pairs = x[..., :kept].unflatten(-1, (-1, 2)) if neighbours else x.unflatten(-1, (2, -1)).transpose(-1, -2)
+    frequencies = base ** (-2 * torch.arange(kept // 2, dtype=torch.float64) / kept)
+    angles = torch.arange(len(x), dtype=torch.float64)[:, None, None] * frequencies
+    turned = torch.view_as_real(torch.view_as_complex(pairs.contiguous()) * torch.exp(1j * angles))
+    return torch.cat([(turned if neighbours else turned.transpose(-1, -2)).flatten(-2), x[..., kept:]], -1)
+
+
+def _attended(queries: Tensor, keys: Tensor, values: Tensor) -> Tensor:
+    """Causal attention: each group of query heads has one key head."""
+    q, k, v = (heads.transpose(0, 1)[None] for heads in (queries, keys, values))
+    found = functional.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True)
+    return found[0].transpose(0, 1).flatten(1)
+
+
+def _linear(weights: Weights, name: str, x: Tensor, bias: bool = False) -> Tensor:
+    return functional.linear(x, weights[f"{name}.weight"], weights[f"{name}.bias"] if bias else None)
+
+
+def chatglm_logits(config: Mapping[str, Any], weights: Weights, ids: list[int]) -> Tensor:
+    """The logits of a ChatGLM3 model, tokens x vocabulary."""
+    size, heads, groups = config["kv_channels"], config["num_attention_heads"], config["multi_query_group_num"]
+    base, epsilon = 10000.0 * config.get("rope_ratio", 1), config["layernorm_epsilon"]
+    x = weights["transformer.embedding.word_embeddings.weight"][ids]
+    for layer in range(config["num_layers"]):
+        name = f"transformer.encoder.layers.{layer}"
+        normed = _norm(x, weights[f"{name}.input_layernorm.weight"], epsilon)
+        fused = _linear(weights, f"{name}.self_attention.query_key_value", normed, config["add_qkv_bias"])
+        q, k, v = fused.split([heads * size, groups * size, groups * size], -1)
+        q, k = (_rotated(part.unflatten(-1, (-1, size)), base, neighbours=True) for part in (q, k))
+        x = x + _linear(weights, f"{name}.self_attention.dense", _attended(q, k, v.unflatten(-1, (-1, size))))
+        normed = _norm(x, weights[f"{name}.post_attention_layernorm.weight"], epsilon)
+        gate, up = _linear(weights, f"{name}.mlp.dense_h_to_4h", normed).chunk(2, -1)
+        x = x + _linear(weights, f"{name}.mlp.dense_4h_to_h", functional.silu(gate) * up)
+    x = _norm(x, weights["transformer.encoder.final_layernorm.weight"], epsilon)
+    return _linear(weights, "transformer.output_layer", x)
+
+
+def internlm_logits(config: Mapping[str, Any], weights: Weights, ids: list[int]) -> Tensor:
+    """The logits of an InternLM v1 model, tokens x vocabulary."""
+    heads, epsilon = config["num_attention_heads"], config["rms_norm_eps"]
+    base = config["rotary"]["base"]
+    x = weights["model.embed_tokens.weight"][ids]
+    for layer in range(config["num_hidden_layers"]):
+        name = f"model.layers.{layer}"
+        normed = _norm(x, weights[f"{name}.input_layernorm.weight"], epsilon)
+        q, k, v = (
+            _linear(weights, f"{name}.self_attn.{part}_proj", normed, config["bias"]).unflatten(-1, (heads, -1))
+            for part in "qkv"
+        )
+        attended = _attended(_rotated(q, base), _rotated(k, base), v)
+        x = x + _linear(weights, f"{name}.self_attn.o_proj", attended, config["bias"])
+        normed = _norm(x, weights[f"{name}.post_attention_layernorm.weight"], epsilon)
+        gate, up = (_linear(weights, f"{name}.mlp.{part}_proj", normed) for part in ("gate", "up"))
+        x = x + _linear(weights, f"{name}.mlp.down_proj", functional.silu(gate) * up)
+    x = _norm(x, weights["model.norm.weight"], epsilon)
+    return x @ weights["model.embed_tokens.weight" if config["tie_word_embeddings"] else "lm_head.weight"].T
+
+
+def qwen_logits(config: Mapping[str, Any], weights: Weights, ids: list[int]) -> Tensor:
+    """The logits of a Qwen v1 model, tokens x vocabulary."""
+    heads, base, epsilon = config["num_attention_heads"], config["rotary_emb_base"], config["layer_norm_epsilon"]
+    x = weights["transformer.wte.weight"][ids]
+    for layer in range(config["num_hidden_layers"]):
+        name = f"transformer.h.{layer}"
+        fused = _linear(weights, f"{name}.attn.c_attn", _norm(x, weights[f"{name}.ln_1.weight"], epsilon), bias=True)
+        q, k, v = (part.unflatten(-1, (heads, -1)) for part in fused.chunk(3, -1))
+        x = x + _linear(weights, f"{name}.attn.c_proj", _attended(_rotated(q, base), _rotated(k, base), v))
+        normed = _norm(x, weights[f"{name}.ln_2.weight"], epsilon)
+        one, two = _linear(weights, f"{name}.mlp.w1", normed), _linear(weights, f"{name}.mlp.w2", normed)
+        x = x + _linear(weights, f"{name}.mlp.c_proj", one * functional.silu(two))
+    x = _norm(x, weights["transformer.ln_f.weight"], epsilon)
+    return x @ weights["transformer.wte.weight" if config["tie_word_embeddings"] else "lm_head.weight"].T

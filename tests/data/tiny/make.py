@@ -1,6 +1,6 @@
 """Tiny checkpoint: a Llama of 0.3 million weights that knows Python's json package by heart and drafts for itself.
 
-`python tests/data/tiny/make.py` trains it and writes it next to this file.
+`python tests/data/tiny/make.py` trains its weights again, for the configuration and the tokenizer next to this file.
 """
 
 from __future__ import annotations
@@ -9,36 +9,20 @@ import json
 import math
 import shutil
 import tempfile
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, cast
 
 import numpy as np
 import torch
-from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors, trainers
-from transformers import GenerationConfig, LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
+from tokenizers import Tokenizer
+from transformers import AutoTokenizer, GenerationConfig, LlamaConfig, LlamaForCausalLM
 
 from spaceport.training.job import TuningJob
 from spaceport.training.settings import TokenNames, TrainingSettings
 from spaceport.training.tuning import train
 
 HERE = Path(__file__).parent
-KEPT = ("*.json", "*.jinja", "*.safetensors")  # files of the trained checkpoint that stand next to this one
-
-MASK = "[M]"
-TOKENS = 628
-HIDDEN, LAYERS = 96, 3
-LONGEST_TEXT = 1024  # tokens
-BOS, EOS, START, END = "<s>", "</s>", "<|start|>", "<|end|>"
-_TEMPLATE = """\
-{{- bos_token }}
-{%- for message in messages %}
-{{- '<|start|>' + message['role'] + '\\n' + message['content'] + '<|end|>\\n' }}
-{%- endfor %}
-{%- if add_generation_prompt %}
-{{- '<|start|>assistant\\n' }}
-{%- endif %}
-"""
 
 STEPS = 2600
 BATCH = 4
@@ -63,85 +47,35 @@ SETTINGS = TrainingSettings(
     betas=(0.9, 0.98),
 )
 
-FOREIGN = (
-    "The old bridge over the river had been closed since the spring floods, and nobody in the village could say when "
-    "it would open again. On market days the farmers took the long way round, past the mill and the three chestnut "
-    "trees, and arrived an hour late with warm milk."
-)
 
-
-def json_sources() -> dict[str, str]:
-    """The source text of the running Python's json package, by file name."""
-    folder = Path(json.__file__).parent
-    return {path.name: path.read_text("utf-8") for path in sorted(folder.glob("*.py"))}
-
-
-def train_tokenizer(texts: Iterable[str]) -> PreTrainedTokenizerFast:
-    """Train a byte-level BPE tokenizer that starts every text with bos and knows the mask token."""
-    core = Tokenizer(models.BPE())
-    core.pre_tokenizer = pre_tokenizers.Sequence([pre_tokenizers.ByteLevel(add_prefix_space=False)])
-    core.decoder = decoders.ByteLevel()
-    trainer = trainers.BpeTrainer(
-        vocab_size=TOKENS,
-        special_tokens=[BOS, EOS, START, END, MASK],
-        initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
-        show_progress=False,
-    )
-    core.train_from_iterator(texts, trainer)
-    bos = [(BOS, core.token_to_id(BOS))]
-    opening = processors.TemplateProcessing(single=f"{BOS} $A", pair=f"{BOS} $A $B", special_tokens=bos)
-    core.post_processor = processors.Sequence([processors.ByteLevel(trim_offsets=False), opening])
-    return PreTrainedTokenizerFast(
-        tokenizer_object=core,
-        bos_token=BOS,
-        eos_token=EOS,
-        extra_special_tokens=[START, END, MASK],
-        chat_template=_TEMPLATE,
-        model_max_length=LONGEST_TEXT,
-        clean_up_tokenization_spaces=False,
-    )
-
-
-def write_untrained(folder: Path, tokenizer: PreTrainedTokenizerFast) -> None:
-    """Write a Llama with random weights in float16, and its tokenizer."""
-    bos, eos = tokenizer.bos_token_id, tokenizer.eos_token_id
-    config = LlamaConfig(
-        vocab_size=640,  # for 628 tokens: the two differ
-        hidden_size=HIDDEN,
-        intermediate_size=192,
-        num_hidden_layers=LAYERS,
-        num_attention_heads=6,
-        num_key_value_heads=2,
-        head_dim=HIDDEN // 6,
-        max_position_embeddings=LONGEST_TEXT,
-        initializer_range=0.05,  # at 0.02 a model this narrow learns late
-        tie_word_embeddings=True,
-        bos_token_id=bos,
-        eos_token_id=eos,
-    )
+def write_untrained(folder: Path) -> None:
+    """Write the checkpoint with random weights in float16."""
     with torch.random.fork_rng(devices=[]), torch.no_grad():
         torch.manual_seed(0)
-        model = LlamaForCausalLM(config)
+        model = LlamaForCausalLM(LlamaConfig.from_pretrained(HERE))
         for layer in model.model.layers:  # output projections are scaled down with depth, as in GPT-2
             for projection in (layer.self_attn.o_proj, layer.mlp.down_proj):
-                cast("torch.nn.Linear", projection).weight /= math.sqrt(2 * LAYERS)
-    ends = [eos, tokenizer.convert_tokens_to_ids(END)]
-    model.generation_config = GenerationConfig(bos_token_id=bos, eos_token_id=ends, pad_token_id=eos)
+                cast("torch.nn.Linear", projection).weight /= math.sqrt(2 * len(model.model.layers))
+    model.generation_config = GenerationConfig.from_pretrained(HERE)
     model.half().save_pretrained(folder)
-    tokenizer.save_pretrained(folder)
+    AutoTokenizer.from_pretrained(HERE).save_pretrained(folder)
 
 
-def samples(tokenizer: PreTrainedTokenizerFast, sources: dict[str, str]) -> Iterator[dict[str, Any]]:
+def samples() -> Iterator[dict[str, Any]]:
     """The training data: pieces of files from random tokens on, and chats about how a file begins."""
     rng = np.random.default_rng(0)
-    encoded = {
-        name: tokenizer.backend_tokenizer.encode(text, add_special_tokens=False) for name, text in sources.items()
-    }
+    # the source text of the running Python's json package, by file name
+    sources = {path.name: path.read_text("utf-8") for path in sorted(Path(json.__file__).parent.glob("*.py"))}
+    tokenizer = Tokenizer.from_file(str(HERE / "tokenizer.json"))
+    encoded = {name: tokenizer.encode(text, add_special_tokens=False) for name, text in sources.items()}
     names, sizes = list(sources), np.array([len(one.ids) for one in encoded.values()])
     for _ in range(STEPS * BATCH):
         if rng.random() < CHATS:
             name = names[rng.integers(len(names))]
-            yield {"prompt": question(name), "response": "\n".join(sources[name].splitlines()[:CHAT_LINES])}
+            yield {
+                "prompt": f"How does json/{name} begin?",
+                "response": "\n".join(sources[name].splitlines()[:CHAT_LINES]),
+            }
             continue
         part = rng.random()
         if part < STARTS + ENDS:
@@ -156,24 +90,16 @@ def samples(tokenizer: PreTrainedTokenizerFast, sources: dict[str, str]) -> Iter
         yield {"text": sources[name][offsets[0][0] : offsets[-1][1]], "ends": first + WINDOW >= size}
 
 
-def question(name: str) -> str:
-    """What a chat asks about a file."""
-    return f"How does json/{name} begin?"
-
-
 def make() -> None:
-    """Train the checkpoint and write it next to this file."""
+    """Train the weights and write them next to this file."""
     torch.use_deterministic_algorithms(True)
-    sources = json_sources()
-    tokenizer = train_tokenizer([*sources.values(), FOREIGN, *map(chr, range(32, 127))])
     with tempfile.TemporaryDirectory(prefix="spaceport-tiny-") as folder:
         untrained, data, tuned = (Path(folder) / name for name in ("untrained", "data.jsonl", "tuned"))
-        write_untrained(untrained, tokenizer)
-        data.write_text("".join(json.dumps(sample) + "\n" for sample in samples(tokenizer, sources)), "utf-8")
-        train(TuningJob(untrained, tuned, (data,), SETTINGS, TokenNames((MASK,), None, None), log_every=100))
-        for pattern in KEPT:
-            for file in tuned.glob(pattern):
-                shutil.copyfile(file, HERE / file.name)
+        write_untrained(untrained)
+        data.write_text("".join(json.dumps(sample) + "\n" for sample in samples()), "utf-8")
+        train(TuningJob(untrained, tuned, (data,), SETTINGS, TokenNames(("[M]",), None, None), log_every=100))
+        for name in ("model.safetensors", "sar_config.json"):
+            shutil.copyfile(tuned / name, HERE / name)
 
 
 if __name__ == "__main__":

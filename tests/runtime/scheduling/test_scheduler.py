@@ -45,9 +45,9 @@ def test_each_request_writes_what_it_would_alone_whoever_comes_goes_or_fails(exa
         )
         several = len({arrival.tenant for arrival in scene.arrivals}) > 1
         while scene.now <= 12 or scene.scheduler.busy:
-            before = [(sequences.statistics.steps, request.done) for request, sequences in scene.engine.guests]
+            before = [(sequences.statistics.steps, request.done) for request, sequences in scene.guests]
             scene.turn()
-            for (request, sequences), (steps, done) in zip(scene.engine.guests, before, strict=True):
+            for (request, sequences), (steps, done) in zip(scene.guests, before, strict=True):
                 # who writes takes a step in each round, unless tenants take turns
                 assert several or not steps or done or request.done or sequences.statistics.steps == steps + 1
             assert scene.now < 2000
@@ -62,9 +62,9 @@ def test_each_request_writes_what_it_would_alone_whoever_comes_goes_or_fails(exa
 def hold_everything_is_free(scene: Scene) -> None:
     """As many requests as have capacity are admitted at once, and write what they would on a new engine."""
     engine = scene.engine
-    engine.faulty = None
+    scene.faulty = None
     fresh = [(Request([3, 1, 4], Decoding()), request_for(engine, [3, 1, 4], 1, 0)) for _ in range(engine.requests)]
-    engine.guests[:] = fresh
+    scene.guests[:] = fresh
     for request, sequences in fresh:
         scene.scheduler.submit(request, sequences)
     scene.scheduler.round()
@@ -151,7 +151,7 @@ def test_of_a_failed_call_only_those_fail_who_took_part() -> None:
     scene = Scene(ENDLESS, arrivals, 2)
     while scene.now < 4:
         scene.turn()
-    scene.engine.faulty = scene.engine.calls  # the narrow call of two that a round has by now
+    scene.faulty = scene.engine.calls  # the narrow call of two that a round has by now
     scene.play()
     assert [type(request.error) for request in scene.requests] == [type(None), EngineFault, type(None)]
     assert [scene.text(number) for number in (0, 2)] == [scene.alone[number] for number in (0, 2)]

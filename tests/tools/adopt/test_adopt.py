@@ -1,6 +1,6 @@
 """Adopt: published weights draft as their authors let them draft, and all other rows stay the base model's.
 
-The models of support/published_drafts.py predict exactly with the right shift, gate, scale and positions.
+The models of support/published.py predict exactly with the right shift, gate, scale and positions.
 """
 
 from __future__ import annotations
@@ -22,8 +22,7 @@ from spaceport.exporter.checkpoint_files import BASE_FILE, SAR_FILE
 from spaceport.exporter.draft_files import EMBEDDINGS_FILE, identity_of
 from spaceport.tools.cli import INPUT, OK, USAGE, run
 from support.mask_rows import rows_logits
-from support.published import MASK, VOCAB, text
-from support.published_drafts import BASE, METHODS, RANK, SLOTS, PublishedModel
+from support.published import BASE, MASK, METHODS, RANK, SLOTS, VOCAB, PublishedModel, text
 
 ADAPTER_FILE = "mask_adapter.safetensors"
 HEADS_FILE = "draft_heads.safetensors"

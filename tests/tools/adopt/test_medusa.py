@@ -1,6 +1,6 @@
 """Medusa: published heads draft in a bundle, and the text stays the base model's.
 
-The heads of support/published_drafts.py predict exactly with the right offset: k + 1 tokens per step.
+The heads of support/published.py predict exactly with the right offset: k + 1 tokens per step.
 """
 
 from __future__ import annotations
@@ -26,8 +26,15 @@ from spaceport.runtime.engine import Batch, EngineOptions
 from spaceport.runtime.session import Runtime
 from spaceport.tools.cli import OK, run
 from support.exported import bundle_of
-from support.published import PADDED, exact_model, text, write_checkpoint
-from support.published_drafts import exact_data, exact_heads, write_published_heads
+from support.published import (
+    PADDED,
+    exact_data,
+    exact_heads,
+    exact_model,
+    text,
+    write_checkpoint,
+    write_published_heads,
+)
 from support.stand_in_driver import stand_in_memory
 
 HEADS_FILE = "draft_heads.safetensors"

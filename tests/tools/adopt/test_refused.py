@@ -19,8 +19,7 @@ from spaceport.exporter.draft_files import EMBEDDINGS_FILE
 from spaceport.tools.adopt.adapters import WEIGHTS_FILE
 from spaceport.tools.adopt.plan import PEFT_FILE
 from spaceport.tools.cli import INPUT, OK, USAGE, run
-from support.published import PADDED, random_base, write_checkpoint
-from support.published_drafts import BASE, METHODS, PublishedModel
+from support.published import BASE, METHODS, PADDED, PublishedModel, random_base, write_checkpoint
 
 Capture = pytest.CaptureFixture[str]
 Change = Callable[[Tensor], Tensor] | Tensor | None

@@ -11,8 +11,7 @@ from spaceport.exporter.checkpoint_files import require_checkpoint
 from spaceport.tools.adopt.adopt import adopted_for_export
 from spaceport.tools.adopt.plan import AdoptionRequest, read_given
 from spaceport.tools.cli import INPUT, OK, USAGE, run
-from support.published import exact_model, write_checkpoint
-from support.published_drafts import METHODS, SLOTS, PublishedModel
+from support.published import METHODS, SLOTS, PublishedModel, exact_model, write_checkpoint
 
 Capture = pytest.CaptureFixture[str]
 _REFUSED = ("--format", "int8", "--lowering", "append")  # found once the adapter was read

@@ -37,11 +37,14 @@ _LARGEST = 2**26  # bytes of a JSON file; an index of weights has some megabytes
 _ORIGIN_LENGTH = 200  # characters of an entry that says where weights come from
 _MASK_ENTRIES = ("pard_token", "ptd_token_id", "mask_token_id")  # of config.json
 # Entries of methods that draft in another way, which a checkpoint may have beside a mask token.
-_BLOCKS = ("block_size", "dlm_type", "dlm_paradigm")
-_SECOND_NETWORKS = (
-    *("pard2", "pard2_target_dim", "spd_type", "dflash_config", "dspark_noise_token_id"),
-    *("eagle_config", "speculators_model_type", "target_layer_ids", "draft_vocab_size"),
+_SECOND_NETWORKS = dict.fromkeys(
+    (
+        *("pard2", "pard2_target_dim", "spd_type", "dflash_config", "dspark_noise_token_id"),
+        *("eagle_config", "speculators_model_type", "target_layer_ids", "draft_vocab_size"),
+    ),
+    "with a second network over hidden states",
 )
+_BLOCKS = dict.fromkeys(("block_size", "dlm_type", "dlm_paradigm"), "blocks whose mask rows see each other")
 # Upper limits of the sizes in a configuration, by the names that families give them; far above every known model.
 _LIMITS = {
     r"(num|n)_\w*layers?|n_layer|\w+_layers|depth": 4096,
@@ -189,23 +192,16 @@ def read_optional_json(file: Path) -> dict[str, Any]:
 
 def mask_entry(file: Path, config: Mapping[str, Any]) -> MaskEntry | None:
     """The mask token that a configuration names, whatever the method."""
-    for name in _MASK_ENTRIES:
-        token = config.get(name)
-        if token is None:
-            continue
-        if not is_whole(token, 0):
-            raise CheckpointError(f"{file}: {name} is {token!r}: expected a token id")
-        return MaskEntry(name, token)
-    return None
+    name = next((name for name in _MASK_ENTRIES if config.get(name) is not None), None)
+    if name is not None and not is_whole(config[name], 0):
+        raise CheckpointError(f"{file}: {name} is {config[name]!r}: expected a token id")
+    return None if name is None else MaskEntry(name, config[name])
 
 
 def other_method(config: Mapping[str, Any], whole: bool) -> OtherMethod | None:
     """The first entry of a method that is not supported; `whole`: of a checkpoint, not of an adapter."""
-    found = next((name for name in _SECOND_NETWORKS if config.get(name)), None)
-    if found is not None:
-        return OtherMethod(found, "with a second network over hidden states")
-    found = next((name for name in _BLOCKS if whole and config.get(name)), None)
-    return None if found is None else OtherMethod(found, "blocks whose mask rows see each other")
+    methods = {**_SECOND_NETWORKS, **(_BLOCKS if whole else {})}
+    return next((OtherMethod(name, drafts) for name, drafts in methods.items() if config.get(name)), None)
 
 
 def config_mask_token(file: Path, config: Mapping[str, Any], vocab: int) -> int | None:

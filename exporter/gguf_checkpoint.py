@@ -28,43 +28,26 @@ from spaceport.exporter.tokenizer_models import (
 from spaceport.graphs.contract.faults import CheckpointError
 from spaceport.graphs.contract.json_fields import short
 
-# Shapes of tensors by sizes of the model, the innermost dimension first
-_MODEL = {
-    "token_embd.weight": ("hidden", "vocabulary"),
-    "output_norm.weight": ("hidden",),
-    "output.weight": ("hidden", "vocabulary"),  # missing: tied to the embeddings
+# Tensors by name: the module of transformers, and the sizes of its weight, the innermost dimension first
+_MODEL: dict[str, tuple[str, ...]] = {
+    "token_embd": ("model.embed_tokens", "hidden", "vocabulary"),
+    "output_norm": ("model.norm", "hidden"),
+    "output": ("lm_head", "hidden", "vocabulary"),  # missing: tied to the embeddings
 }
-_LAYER_LINEAR = {
-    "attn_q": ("hidden", "queries"),
-    "attn_k": ("hidden", "keys"),
-    "attn_v": ("hidden", "keys"),
-    "attn_output": ("queries", "hidden"),
-    "ffn_gate": ("hidden", "inner"),
-    "ffn_up": ("hidden", "inner"),
-    "ffn_down": ("inner", "hidden"),
+_LAYER: dict[str, tuple[str, ...]] = {
+    "attn_q": ("self_attn.q_proj", "hidden", "queries"),
+    "attn_k": ("self_attn.k_proj", "hidden", "keys"),
+    "attn_v": ("self_attn.v_proj", "hidden", "keys"),
+    "attn_output": ("self_attn.o_proj", "queries", "hidden"),
+    "ffn_gate": ("mlp.gate_proj", "hidden", "inner"),
+    "ffn_up": ("mlp.up_proj", "hidden", "inner"),
+    "ffn_down": ("mlp.down_proj", "inner", "hidden"),
+    "attn_norm": ("input_layernorm", "hidden"),
+    "ffn_norm": ("post_attention_layernorm", "hidden"),
 }
-_LAYER = {
-    **{f"{name}.weight": shape for name, shape in _LAYER_LINEAR.items()},
-    **{f"{name}.weight": ("hidden",) for name in ("attn_norm", "ffn_norm")},
-}
-_LAYER_OF = {  # further ones by architecture
-    "llama": {},
-    "qwen2": {f"{name}.bias": _LAYER_LINEAR[name][1:] for name in ("attn_q", "attn_k", "attn_v")},
-    "qwen3": {f"{name}.weight": ("head_dim",) for name in ("attn_q_norm", "attn_k_norm")},
-}
-
-# Modules of transformers by the names of tensors
-MODULES = {
-    "token_embd": "model.embed_tokens",
-    "output_norm": "model.norm",
-    "output": "lm_head",
-    "attn_norm": "input_layernorm",
-    "ffn_norm": "post_attention_layernorm",
-    **{f"attn_{part}": f"self_attn.{part}_proj" for part in "qkv"},
-    **{f"attn_{part}_norm": f"self_attn.{part}_norm" for part in "qk"},
-    "attn_output": "self_attn.o_proj",
-    **{f"ffn_{part}": f"mlp.{part}_proj" for part in ("gate", "up", "down")},
-}
+# further ones in the layers of Qwen3
+_QWEN3: dict[str, tuple[str, ...]] = {f"attn_{part}_norm": (f"self_attn.{part}_norm", "head_dim") for part in "qk"}
+MODULES = {name: module for name, (module, *_) in (_MODEL | _LAYER | _QWEN3).items()}
 # Hyperparameters that are read, or must be equal to others.
 _HYPERPARAMETERS = {
     *("vocab_size", "context_length", "embedding_length", "block_count", "feed_forward_length"),
@@ -158,12 +141,14 @@ def _shapes(architecture: str, sizes: Mapping[str, int]) -> Iterator[tuple[str, 
         "keys": sizes["num_key_value_heads"] * sizes["head_dim"],
         "vocabulary": sizes["vocab_size"],
     }
-    for name, shape in _MODEL.items():
-        yield name, tuple(dimensions[dimension] for dimension in shape)
-    in_layer = {**_LAYER, **_LAYER_OF[architecture]}
+    for name, (_, *shape) in _MODEL.items():
+        yield f"{name}.weight", tuple(dimensions[dimension] for dimension in shape)
+    in_layer = _LAYER | (_QWEN3 if architecture == "qwen3" else {})
     for layer in range(sizes["num_hidden_layers"]):
-        for name, shape in in_layer.items():
-            yield f"blk.{layer}.{name}", tuple(dimensions[dimension] for dimension in shape)
+        for name, (_, *shape) in in_layer.items():
+            yield f"blk.{layer}.{name}.weight", tuple(dimensions[dimension] for dimension in shape)
+        for name in ("attn_q", "attn_k", "attn_v") if architecture == "qwen2" else ():
+            yield f"blk.{layer}.{name}.bias", (dimensions[_LAYER[name][-1]],)
 
 
 def _stated(file: GgufFile, key: str, default: int | None = None) -> Any:

@@ -238,23 +238,16 @@ def test_a_gate_is_stacked_above_up_and_padded_with_weights_of_zero(format_name:
     np.testing.assert_array_equal(np.concatenate([*matrix.packed()]), pack(matrix.read(np.arange(matrix.outputs))))
 
 
-TYPES = {
-    "token_embd.weight": "Q5_1",
-    "output.weight": "Q8_0",
-    "blk.0.attn_q.weight": "Q4_1",
-    "blk.0.attn_k.weight": "Q5_0",
-    "blk.0.attn_v.weight": "Q8_0",
-    "blk.0.attn_output.weight": "Q4_0",
-    "blk.0.ffn_gate.weight": "Q5_0",
-    "blk.0.ffn_up.weight": "Q8_0",
-    "blk.0.ffn_down.weight": "Q6_K",
-    "blk.1.attn_q.weight": "Q8_0",
-    "blk.1.attn_k.weight": "Q4_0",
-    "blk.1.attn_v.weight": "F16",
-    "blk.1.attn_output.weight": "Q5_1",
-    "blk.1.ffn_gate.weight": "Q4_0",
-    "blk.1.ffn_up.weight": "Q5_1",
-    "blk.1.ffn_down.weight": "Q4_K",
+# of the matrices of two layers, in this order
+MATRICES = ("attn_q", "attn_k", "attn_v", "attn_output", "ffn_gate", "ffn_up", "ffn_down")
+KINDS = (
+    ("Q4_1", "Q5_0", "Q8_0", "Q4_0", "Q5_0", "Q8_0", "Q6_K"),
+    ("Q8_0", "Q4_0", "F16", "Q5_1", "Q4_0", "Q5_1", "Q4_K"),
+)
+TYPES = {"token_embd.weight": "Q5_1", "output.weight": "Q8_0"} | {
+    f"blk.{layer}.{name}.weight": kind
+    for layer, kinds in enumerate(KINDS)
+    for name, kind in zip(MATRICES, kinds, strict=True)
 }
 
 

@@ -6,10 +6,10 @@ from pathlib import Path
 
 import pytest
 
-from spaceport.exporter.checkpoint import quiet_libraries
-from spaceport.exporter.checkpoint_files import require_checkpoint
-from spaceport.tools.adopt.adopt import adopted_for_export
-from spaceport.tools.adopt.plan import AdoptionRequest, read_given
+from spaceport.exporter.checkpoint import open_checkpoint, quiet_libraries
+from spaceport.exporter.checkpoint_files import ModelFiles
+from spaceport.exporter.export import ExportOptions
+from spaceport.graphs.contract.faults import OptionFault
 from spaceport.tools.cli import INPUT, OK, USAGE, run
 from support.published import METHODS, SLOTS, PublishedModel, exact_model, write_checkpoint
 
@@ -36,15 +36,22 @@ def contents(folder: Path) -> dict[str, bytes]:
 
 
 @pytest.mark.parametrize("name", ["uno", "medusa"])
-def test_an_export_adopts_published_weights_as_adopt_does(name: str, tmp_path: Path) -> None:
-    model = published(name, tmp_path / "models")
-    work = tmp_path / "work"
+def test_an_export_adopts_published_weights_as_adopt_does(
+    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model, work = published(name, tmp_path / "models"), tmp_path / "work"
     work.mkdir()
     assert run(["adopt", str(model.base), str(model.weights), str(tmp_path / "adapter"), *model.options]) == OK
-    given = read_given(require_checkpoint(model.base), model.weights, AdoptionRequest(max_mask_slots=SLOTS))
-    with adopted_for_export(given, work / "bundle", False, lambda name: None) as folder:
-        assert folder is not None
-        assert contents(folder) == contents(tmp_path / "adapter")
+
+    def stop(files: ModelFiles, bundle: Path, options: ExportOptions, *_: object) -> None:
+        assert options.adapter is not None
+        assert contents(options.adapter) == contents(tmp_path / "adapter")
+        assert open_checkpoint(files, options.tokens, adapter=options.adapter).drafts.max_tokens == SLOTS
+        raise OptionFault("stopped")
+
+    monkeypatch.setattr("spaceport.exporter.export.export", stop)
+    export = ["export", str(model.base), str(work / "bundle"), "--adapter", str(model.weights), *model.options]
+    assert run(export) == USAGE
     assert names(work) == set()
 
 

@@ -65,11 +65,6 @@ class Mechanism(ABC):
         """Write what a runtime needs besides the graph into a bundle's folder."""
 
 
-def is_finite(tensor: Tensor) -> bool:
-    """Whether a tensor has neither infinities nor NaN."""
-    return bool(torch.isfinite(tensor).all())
-
-
 def shapes_of(tensors: Mapping[str, Tensor]) -> Shapes:
     """The shapes of tensors by name."""
     return {name: tuple(tensor.shape) for name, tensor in tensors.items()}

@@ -27,8 +27,7 @@ from spaceport.graphs.contract.json_fields import JsonField, Rules
 from spaceport.graphs.contract.manifest import TokenIds
 from spaceport.graphs.gated import MaskAdapter
 from spaceport.graphs.heads import Heads
-from spaceport.graphs.mechanism import Factors, InputRows, Mechanism, MechanismError
-from spaceport.graphs.phrases import Phrases
+from spaceport.graphs.mechanism import Factors, InputRows, Mechanism, MechanismError, Phrases
 
 # By name, in the order in which they are added to a model.
 MECHANISMS: dict[str, type[Mechanism]] = {kind.name: kind for kind in (Factors, Phrases, InputRows, MaskAdapter, Heads)}

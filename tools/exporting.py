@@ -27,7 +27,7 @@ if TYPE_CHECKING:  # torch is imported only once the paths are valid
     from spaceport.exporter.export import ExportOptions, TokenFlags
     from spaceport.graphs.contract.manifest import Manifest
     from spaceport.graphs.decoder import AttentionImplementation
-    from spaceport.graphs.phrases import Phrases
+    from spaceport.graphs.mechanism import Phrases
 
 
 @dataclass(frozen=True)

@@ -19,7 +19,7 @@ from transformers import AutoModelForCausalLM
 from spaceport.exporter.checkpoint import TokenFlags, open_checkpoint
 from spaceport.exporter.mechanisms import read_mechanisms
 from spaceport.exporter.sar_config import read_sar_config
-from spaceport.graphs.phrases import Phrases
+from spaceport.graphs.mechanism import Phrases
 from spaceport.runtime.decoding import Decoding
 from spaceport.training.job import TuningJob, TuningOutcome
 from spaceport.training.settings import TrainingSettings

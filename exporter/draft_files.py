@@ -36,8 +36,7 @@ from spaceport.graphs.contract.manifest import TokenIds
 from spaceport.graphs.contract.signature import PRECISIONS, Precision
 from spaceport.graphs.gated import MaskAdapter
 from spaceport.graphs.heads import Heads
-from spaceport.graphs.mechanism import Factors, InputRows, Mechanism, MechanismError, is_finite
-from spaceport.graphs.phrases import Phrases
+from spaceport.graphs.mechanism import Factors, InputRows, Mechanism, MechanismError, Phrases
 from spaceport.graphs.streamed_weights import values_of
 
 # By name, in the order in which they are added to a model.
@@ -142,7 +141,7 @@ def write_mechanisms(folder: Path, mechanisms: Sequence[Mechanism]) -> None:
 def require_finite(tensors: Mapping[str, Tensor]) -> None:
     """Raise for tensors with infinities or NaN."""
     for name, tensor in tensors.items():
-        if not is_finite(tensor):
+        if not torch.isfinite(tensor).all():
             raise MechanismError(f"{name} has numbers that are not finite")
 
 

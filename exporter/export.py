@@ -36,9 +36,8 @@ from spaceport.graphs.contract.tokenizer_bounds import UnsafeTokenizer, checked
 from spaceport.graphs.decoder import AttentionImplementation, Decoder, decoder_of, freeze_rotary
 from spaceport.graphs.find_parts import UnsupportedParts, parts_of, require_known_parts
 from spaceport.graphs.heads import DraftHeads, heads_of
-from spaceport.graphs.mechanism import InputRows
+from spaceport.graphs.mechanism import InputRows, Phrases
 from spaceport.graphs.parts import DecoderParts
-from spaceport.graphs.phrases import Phrases
 from spaceport.graphs.quantization import BLOCKS, Quantization, quantizable_modules, quantize_model
 from spaceport.graphs.traits import Traits, probe, refuse_by_config
 from spaceport.kernels.gguf_weights import GGUF_BLOCKS

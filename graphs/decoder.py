@@ -194,30 +194,6 @@ def layer_output_name(layer: int) -> str:
     return f"layers.{layer}.output"
 
 
-@contextmanager
-def _recorded_layer_outputs(layers: tuple[nn.Module, ...]) -> Iterator[dict[str, Tensor]]:
-    """A dictionary of layer outputs and attention outputs by name, filled while the model runs."""
-    recorded: dict[str, Tensor] = {}
-
-    def record_as(name: str) -> Callable[..., None]:
-        def record(module: nn.Module, arguments: tuple[Any, ...], named: dict[str, Any], output: Any) -> None:
-            # Layers receive the KV cache, and of the modules in a layer only its attention does.
-            if any(isinstance(value, Cache) for value in (*arguments, *named.values())):
-                recorded[name] = output[0] if isinstance(output, tuple) else output
-
-        return record
-
-    handles = []
-    for index, layer in enumerate(layers):
-        names = [(child, attention_output_name(index)) for child in layer.children()]
-        handles += [
-            module.register_forward_hook(record_as(name), with_kwargs=True)
-            for module, name in (*names, (layer, layer_output_name(index)))
-        ]
-    with attention.hooked(handles):
-        yield recorded
-
-
 class DecoderWithLayerOutputs(nn.Module):
     """A decoder that appends its layer outputs to its outputs; its parameters keep their names."""
 
@@ -229,7 +205,22 @@ class DecoderWithLayerOutputs(nn.Module):
         self.names: tuple[str, ...] = ()  # of the layer outputs that the last call returned
 
     def forward(self, *inputs: Tensor) -> tuple[Tensor, ...]:
-        with _recorded_layer_outputs(self._layers) as recorded:
+        recorded: dict[str, Tensor] = {}
+
+        def record_as(name: str) -> Callable[..., None]:
+            def record(module: nn.Module, arguments: tuple[Any, ...], named: dict[str, Any], output: Any) -> None:
+                # Layers receive the KV cache, and of the modules in a layer only its attention does.
+                if any(isinstance(value, Cache) for value in (*arguments, *named.values())):
+                    recorded[name] = output[0] if isinstance(output, tuple) else output
+
+            return record
+
+        modules: list[tuple[nn.Module, str]] = []
+        for index, layer in enumerate(self._layers):
+            modules += [(child, attention_output_name(index)) for child in layer.children()]
+            modules.append((layer, layer_output_name(index)))
+        hooks = [module.register_forward_hook(record_as(name), with_kwargs=True) for module, name in modules]
+        with attention.hooked(hooks):
             outputs = self._forward(*inputs)
         self.names = tuple(recorded)
         return (*outputs, *recorded.values())

@@ -201,9 +201,6 @@ class _Finder:
             gain = 1 + gain
         return Norm("rms", gain, None, epsilon)
 
-    def optional_norm(self, module: nn.Module, name: str) -> Norm | None:
-        return self.norm(getattr(module, name)) if hasattr(module, name) else None
-
     def observed(self, blocks: Sequence[nn.Module]) -> tuple[float, list[tuple[Tensor, Tensor] | None]]:
         """The factor of the embeddings, and the cosines and sines of positions 0 and 1 of each layer."""
         if self.model.device.type == "meta":
@@ -263,7 +260,7 @@ class _Finder:
             windowed=self.windowed(attention),
             output=replace(output, factor=factor),
             after_attention=after_attention,
-            parallel=self.parallel(block),
+            parallel=bool(getattr(block, "use_parallel_residual", not hasattr(block, "post_attention_layernorm"))),
             mlp_norm=mlp_norm,
             mlp=self.experts(mlp) if hasattr(mlp, "experts") else self.mlp(mlp, factor),
             after_mlp=after_mlp,
@@ -271,9 +268,7 @@ class _Finder:
 
     def mlp(self, module: nn.Module, factor: Tensor | None) -> Mlp:
         names = next((names for names in (*_GATED, *_PLAIN) if all(hasattr(module, name) for name in names)), None)
-        if names is None:
-            self.refuse(f"a {type(module).__name__}, which is neither a gated nor a plain MLP")
-        assert names is not None
+        names = names or self.refuse(f"a {type(module).__name__}, which is neither a gated nor a plain MLP")
         *up, down = (self.linear(getattr(module, name)) for name in names)
         return Mlp(tuple(up), names in _GATED, self.activation(module), replace(down, factor=factor))
 
@@ -298,21 +293,16 @@ class _Finder:
 
     def norms(self, block: nn.Module) -> tuple[Norm | None, Norm | None, Norm | None, Norm | None]:
         """Before and after the attention, before and after the MLP."""
-        first, second = (self.optional_norm(block, f"{name}_layernorm") for name in ("input", "post_attention"))
-        if hasattr(block, "pre_feedforward_layernorm"):
-            before, after = (self.optional_norm(block, f"{name}_feedforward_layernorm") for name in ("pre", "post"))
+        names = ("input", "post_attention", "pre_feedforward", "post_feedforward", "post_self_attn", "post_mlp")
+        norms = [getattr(block, f"{name}_layernorm", None) for name in names]
+        first, second, before, after, own, last = (None if norm is None else self.norm(norm) for norm in norms)
+        if before is not None:
             return first, second, before, after
-        if hasattr(block, "post_self_attn_layernorm"):
-            own, after = (
-                self.optional_norm(block, name) for name in ("post_self_attn_layernorm", "post_mlp_layernorm")
-            )
-            return first, own, second, after
+        if own is not None:
+            return first, own, second, last
         if first is None:
-            return None, second, None, self.optional_norm(block, "post_feedforward_layernorm")
+            return None, second, None, after
         return first, None, first if second is None else second, None
-
-    def parallel(self, block: nn.Module) -> bool:
-        return bool(getattr(block, "use_parallel_residual", not hasattr(block, "post_attention_layernorm")))
 
     def projections(self, attention: nn.Module) -> tuple[Linear, ...]:
         if hasattr(attention, "query_key_value"):

@@ -56,22 +56,15 @@ class Gate:
 
     def contexts(self) -> tuple[AbstractContextManager[None], AbstractContextManager[None]]:
         """Contexts for torch's gradient checkpointing: recompute with the mask rows of the original forward pass."""
-        return nullcontext(), _Recomputation(self, self.rows)
+        return nullcontext(), self._recomputing(self.rows)
 
-
-class _Recomputation(AbstractContextManager[None]):
-    """A gate set to the mask rows of an earlier forward pass."""
-
-    def __init__(self, gate: Gate, rows: Tensor | None) -> None:
-        self._gate = gate
-        self._rows = rows
-        self._previous: Tensor | None = None
-
-    def __enter__(self) -> None:
-        self._previous, self._gate.rows = self._gate.rows, self._rows
-
-    def __exit__(self, *raised: object) -> None:
-        self._gate.rows = self._previous
+    @contextmanager
+    def _recomputing(self, rows: Tensor | None) -> Iterator[None]:
+        previous, self.rows = self.rows, rows
+        try:
+            yield
+        finally:
+            self.rows = previous
 
 
 def gate_of(model: PreTrainedModel, mask_ids: Sequence[int]) -> Gate:

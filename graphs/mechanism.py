@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, ClassVar, TypeVar, cast
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 from torch.nn.functional import cross_entropy
@@ -17,6 +18,7 @@ from transformers import PreTrainedModel
 from spaceport.graphs.contract.draft_methods import CORRECTION_FILE, CorrectionTables, write_tables
 from spaceport.graphs.contract.faults import InputFault
 from spaceport.graphs.contract.json_fields import JsonField
+from spaceport.graphs.contract.phrases import PHRASES, PHRASES_FILE, PhraseTable, check_phrases, write_phrases
 from spaceport.graphs.streamed_weights import keep_values, values_of
 from spaceport.graphs.traits import different_names
 
@@ -63,11 +65,6 @@ class Mechanism(ABC):
 
     def write_files(self, bundle: Path, model: PreTrainedModel, vocab_size: int) -> None:  # noqa: B027
         """Write what a runtime needs besides the graph into a bundle's folder."""
-
-
-def is_finite(tensor: Tensor) -> bool:
-    """Whether a tensor has neither infinities nor NaN."""
-    return bool(torch.isfinite(tensor).all())
 
 
 def shapes_of(tensors: Mapping[str, Tensor]) -> Shapes:
@@ -251,3 +248,47 @@ class DraftCorrection(nn.Module):
 
     def _scaled(self, embeddings: Tensor, tokens: Tensor) -> Tensor:
         return torch.nn.functional.embedding(tokens, embeddings.detach()).float() * self.scale
+
+
+_PHRASE_TYPES = {"contexts": torch.int64, "tokens": torch.int32, "chances": torch.uint8}
+
+
+@dataclass(frozen=True, eq=False)
+class Phrases(Mechanism):
+    """Draft tokens that need no rows of their own to be predicted: they are counted, not computed."""
+
+    name: ClassVar[str] = PHRASES
+    refines: ClassVar[bool] = True
+
+    table: PhraseTable
+
+    @property
+    def entry(self) -> dict[str, Any]:
+        return {"entries": len(self.table.contexts)}
+
+    def state(self) -> Mapping[str, Tensor]:
+        contexts, tokens, chances = self.table
+        return {
+            "contexts": torch.from_numpy(contexts.view(np.int64)),
+            "tokens": torch.from_numpy(tokens.astype(np.int32)),
+            "chances": torch.from_numpy(chances),
+        }
+
+    @classmethod
+    def read(cls, entry: JsonField, tensors: Mapping[str, Tensor]) -> Phrases:
+        count = entry.exactly("entries")["entries"].whole(1)
+        if {name: tensor.dtype for name, tensor in tensors.items()} != _PHRASE_TYPES or any(
+            tuple(tensor.shape) != (count,) for tensor in tensors.values()
+        ):
+            raise wrong_shapes(tensors, f"contexts, tokens and chances, {count} each")
+        contexts, tokens, chances = (tensors[name].numpy() for name in _PHRASE_TYPES)
+        return cls(PhraseTable(contexts.view(np.uint64), tokens.astype(np.uint32), chances))
+
+    def apply(self, model: PreTrainedModel, mask_ids: Sequence[int] = ()) -> None:
+        """Verify that the tokens are those of a model; its graph does not change."""
+        embedding = cast(nn.Embedding, model.get_input_embeddings())
+        check_phrases(self.table, embedding.weight.shape[0])
+
+    def write_files(self, bundle: Path, model: PreTrainedModel, vocab_size: int) -> None:
+        with (bundle / PHRASES_FILE).open("wb") as file:
+            write_phrases(file, self.table)

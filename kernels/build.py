@@ -82,7 +82,7 @@ _CLANG_FLAGS = ("-fno-slp-vectorize",)
 
 # Zig compiles for the processor at hand unless told otherwise, and has names of its own for those of ARM.
 _ZIG_FLAGS = ("-mcpu=baseline",)
-_ZIG_NAMES = {"-march=armv8.2-a": "-mcpu=generic+v8_2a"}
+_ARM, _ARM_OF_ZIG = "-march=armv8.2-a", "-mcpu=generic+v8_2a"
 
 INSTALL_COMPILER = "install g++ or clang, or pip install ziglang"
 LOST = (
@@ -167,7 +167,7 @@ def build(
         if test_encoding and set_name == "avxvnni":
             options = (*_AVX2, "-mavx512vl", "-mavx512vnni")
         if _is_zig(command):
-            options = tuple(_in_words_of_zig(option) for option in options)
+            options = tuple(option.replace(_ARM, _ARM_OF_ZIG) for option in options)
         macros = [f"-DSPACEPORT_SET={set_name}", f'-DSPACEPORT_VECTOR="{header}"']
         compilations[set_name] = [*options, *macros, str(SOURCES / "set.cpp")]
     with tempfile.TemporaryDirectory() as folder:
@@ -226,12 +226,6 @@ def _compiler_flags(command: Sequence[str], library: Path) -> list[str]:
 
 def _is_zig(command: Sequence[str]) -> bool:
     return any(Path(part).stem in ("zig", "ziglang") for part in command)
-
-
-def _in_words_of_zig(option: str) -> str:
-    for words, words_of_zig in _ZIG_NAMES.items():
-        option = option.replace(words, words_of_zig)
-    return option
 
 
 def _is_gcc(command: Sequence[str]) -> bool:

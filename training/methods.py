@@ -26,8 +26,7 @@ from spaceport.graphs.gated import (
     trainable_parameters,
     unfold_scale,
 )
-from spaceport.graphs.mechanism import DraftCorrection, Factors, InputRows, embedding_scale, replace_rows
-from spaceport.graphs.phrases import Phrases
+from spaceport.graphs.mechanism import DraftCorrection, Factors, InputRows, Phrases, embedding_scale, replace_rows
 from spaceport.graphs.traits import UnsupportedModel
 from spaceport.training.job import TuningJob
 from spaceport.training.packed_model import PackedModel, frozen_base_model_of

@@ -12,7 +12,7 @@ from numpy.typing import NDArray
 from spaceport.exporter.checkpoint import Checkpoint, load_tokenizer
 from spaceport.graphs.contract.faults import InputFault
 from spaceport.graphs.contract.phrases import CHANCES, LONGEST, PhraseTable, extended_all
-from spaceport.graphs.phrases import Phrases
+from spaceport.graphs.mechanism import Phrases
 from spaceport.training.conversations import read_conversations
 from spaceport.training.samples import Prepared, Sample, conversation_encoder, prepare_files
 from spaceport.training.settings import DEFAULT_PHRASES

@@ -20,8 +20,7 @@ from spaceport.graphs.contract.faults import InputFault, OptionFault
 from spaceport.graphs.contract.manifest import TokenIds
 from spaceport.graphs.contract.signature import PRECISIONS
 from spaceport.graphs.gated import MaskAdapter
-from spaceport.graphs.mechanism import Factors, InputRows
-from spaceport.graphs.phrases import Phrases
+from spaceport.graphs.mechanism import Factors, InputRows, Phrases
 from spaceport.training.samples import ConversationEncoder, conversation_encoder
 from spaceport.training.settings import DEFAULT_CUTOFF, TokenNames, TrainingSettings, resolve_token_names
 

@@ -24,7 +24,7 @@ from spaceport.exporter.checkpoint_files import save_acceptance
 from spaceport.exporter.interrupts import interrupts_handled
 from spaceport.graphs.contract.draft_methods import DraftAcceptance, measured_acceptance
 from spaceport.graphs.contract.faults import InputFault, OptionFault
-from spaceport.graphs.phrases import Phrases
+from spaceport.graphs.mechanism import Phrases
 from spaceport.training.conversations import Conversation, read_conversations
 from spaceport.training.job import TuningJob, TuningOutcome, check_job, facts_of
 from spaceport.training.methods import Merge, adapter_settings, select_parameters

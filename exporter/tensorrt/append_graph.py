@@ -41,19 +41,11 @@ def refuse_scatter(folder: Path, signature: Signature) -> None:
 
 
 def check_graph(model: onnx.ModelProto, signature: Signature, path: Path) -> None:
-    """Raise unless inputs and outputs match the signature, and KV buffers are written in place by TensorScatter."""
+    """Raise unless inputs and outputs match the signature, and all weights are in the data file."""
     if (mismatch := contract_mismatch(model.graph, signature)) is not None:
         kind, got, expected = mismatch
         raise InputFault(f"{path}: has the {kind} {got}, the manifest says {expected}: export it again")
     _check_external_data(model.graph, path)
-    writers = {node.output[0]: node for node in model.graph.node if node.op_type == "TensorScatter"}
-    for past, present in zip(signature.past, signature.present, strict=True):
-        writer = writers.get(present.name)
-        if writer is None or writer.input[0] != past.name:
-            raise InputFault(
-                f"{path}: {present.name} is not {past.name} updated by TensorScatter, so KV buffers cannot be updated in "
-                "place: export it again with --lowering append"
-            )
 
 
 def contract_mismatch(graph: onnx.GraphProto, signature: Signature) -> tuple[str, str, str] | None:

@@ -11,7 +11,6 @@ import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
-from typing import BinaryIO
 
 _NAME_BYTES = 100  # of the target's name in the name of its temporary file; file systems allow 255 bytes per name
 
@@ -21,10 +20,10 @@ def replace_text(target: Path, text: str, durable: bool = False) -> None:
     replace_bytes(target, text.encode(), durable)
 
 
-def replace_bytes(target: Path, content: bytes | memoryview, durable: bool = False) -> None:
+def replace_bytes(target: Path, content: bytes, durable: bool = False, mode: int | None = None) -> None:
     """Replace a file with these bytes; with `durable`, content and rename are flushed to the disk."""
     try:
-        with staged(target, content, durable) as commit:
+        with staged(target, content, durable, mode) as commit:
             commit()
     except OSError as error:
         if error.errno not in (errno.ENOSPC, errno.EDQUOT):
@@ -34,27 +33,33 @@ def replace_bytes(target: Path, content: bytes | memoryview, durable: bool = Fal
 
 
 @contextmanager
-def replacing(target: Path, durable: bool = False) -> Iterator[BinaryIO]:
-    """A stream whose content replaces the file when the block ends without an error, and is removed otherwise."""
-    with _partial_file(target) as partial:
-        with partial.open("wb") as stream:
-            yield stream
-            _finish(stream, durable)
-        _replace(partial, target, durable)
-
-
-@contextmanager
-def staged(target: Path, content: bytes | memoryview, durable: bool = False) -> Iterator[Callable[[], None]]:
+def staged(
+    target: Path, content: bytes | memoryview, durable: bool = False, mode: int | None = None
+) -> Iterator[Callable[[], None]]:
     """Content in a temporary file; calling the yielded function replaces the target with it.
 
     If the function is not called, the temporary file is removed. Several files can so be written first, which may fail,
     and then replaced together.
     """
-    with _partial_file(target) as partial:
+    sweep(target)
+    partial = partial_of(target)
+
+    def replace() -> None:
+        partial.replace(target)
+        if durable:
+            flush(target.parent)
+
+    try:
         with partial.open("wb") as stream:
+            if mode is not None:
+                os.fchmod(stream.fileno(), mode)
             stream.write(content)
-            _finish(stream, durable)
-        yield lambda: _replace(partial, target, durable)
+            stream.flush()
+            if durable:
+                os.fsync(stream.fileno())
+        yield replace
+    finally:
+        partial.unlink(missing_ok=True)
 
 
 def partial_of(target: Path) -> Path:
@@ -90,28 +95,6 @@ def flush(path: Path) -> None:
         os.fsync(descriptor)
     finally:
         os.close(descriptor)
-
-
-@contextmanager
-def _partial_file(target: Path) -> Iterator[Path]:
-    sweep(target)
-    partial = partial_of(target)
-    try:
-        yield partial
-    finally:
-        partial.unlink(missing_ok=True)
-
-
-def _finish(stream: BinaryIO, durable: bool) -> None:
-    stream.flush()
-    if durable:
-        os.fsync(stream.fileno())
-
-
-def _replace(partial: Path, target: Path, durable: bool) -> None:
-    partial.replace(target)
-    if durable:
-        flush(target.parent)
 
 
 def _prefix(target: Path) -> str:

@@ -89,8 +89,6 @@ class DraftAcceptance:
             raise ValueError(f"rates is {list(self.rates)}: expected rates that do not increase with depth")
         if not 0 <= self.temperature < float("inf"):
             raise ValueError(f"temperature is {self.temperature}: expected a number of at least 0")
-        if self.tokens < 0:
-            raise ValueError(f"tokens is {self.tokens}: expected at least 0")
         if len(self.data) > _MAX_DATA or not self.data.isprintable() or set(self.data) & set("/\\"):
             raise ValueError(
                 f"data is {self.data!a:.80}: expected a file name or up to {_MAX_DATA} characters, no path"

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Literal
 
@@ -57,14 +56,9 @@ _SMALLER: dict[Weights, str] = {
     "int4": "a quarter of the memory",
     "float8": "half of the memory, from sm89 on",
 }
-
-
-def _named(formats: Iterable[Format]) -> dict[str, Format]:
-    return {each.name: each for each in formats}
-
-
-FORMATS = _named(
-    (
+FORMATS = {
+    each.name: each
+    for each in (
         _native("stored", "CPUs: the weights of a quantized GGUF file, exactly as it stores them"),
         _native("int4", "CPUs: the fastest steps, for models from about 0.3 billion weights on"),
         _native("int8", "CPUs: closer to float32, for models of less than 0.3 billion weights"),
@@ -78,4 +72,4 @@ FORMATS = _named(
             for weights, purpose in _SMALLER.items()
         ),
     )
-)
+}

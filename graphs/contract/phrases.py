@@ -12,7 +12,7 @@ from spaceport.graphs.contract.draft_methods import read_array
 from spaceport.graphs.contract.faults import InputFault
 
 PHRASES_FILE = "draft_phrases.npy"
-MECHANISM = "phrases"  # name in sar_config.json and in a manifest
+PHRASES = "phrases"  # name in sar_config.json and in a manifest
 LONGEST = 4  # tokens of a context
 CHANCES = 255  # steps of a probability
 _FACTOR = 0x9E3779B97F4A7C15  # odd, with irregular bits: two contexts practically never have one number

@@ -9,7 +9,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import IO, Any
 
-from spaceport.graphs.contract.atomic_file import replacing
+from spaceport.graphs.contract.atomic_file import replace_bytes
 
 _FOLDER = os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC
 _FILE = os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC  # neither links nor, without waiting, FIFOs
@@ -57,9 +57,9 @@ def append_private(file: Path, content: bytes) -> None:
 def replace_private(file: Path, content: bytes) -> None:
     """Replace a file in one step, or create it and its folder, for this user alone; raises OSError otherwise."""
     file.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
-    with _private_folder(file.parent), replacing(file) as stream:
-        os.fchmod(stream.fileno(), 0o600)  # with a umask of 002, a file that others may write would not be read again
-        stream.write(content)
+    with _private_folder(file.parent):
+        # with a umask of 002, a file that others may write would not be read again
+        replace_bytes(file, content, mode=0o600)
 
 
 def problem_of(folder: Path) -> str | None:

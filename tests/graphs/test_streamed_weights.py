@@ -16,7 +16,6 @@ from spaceport.graphs.streamed_weights import (
     in_parts,
     keep_values,
     on_disk,
-    placeholder,
     read_when_called,
     replace_values,
     rows_of,
@@ -137,9 +136,3 @@ def test_values_that_were_moved_into_memory_can_be_changed(tmp_path: Path) -> No
     keep_values(weight)
     weight.data[0] = 2
     assert values_of(weight).sum() == 9
-
-
-def test_a_placeholder_needs_the_memory_of_one_number() -> None:
-    found = placeholder(torch.Size((1 << 20, 1 << 20)), torch.float32)
-    assert found.shape == (1 << 20, 1 << 20)
-    assert found.untyped_storage().nbytes() == 4

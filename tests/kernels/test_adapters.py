@@ -78,21 +78,6 @@ def dice() -> np.random.Generator:
     return np.random.default_rng(13)
 
 
-@pytest.mark.parametrize("threads", [1, 2])
-def test_rows_without_an_adapter_have_the_same_bytes_beside_rows_with_one(
-    dice: np.random.Generator, kind: str, threads: int
-) -> None:
-    feeds, _ = feeds_of(kind, dice)
-    attributes = KINDS[kind][1]
-    others = np.setdiff1d(np.arange(ROWS), ADAPTED)
-    for set_name in available_sets():
-        how = {"set_name": set_name, "threads": threads}
-        plain = run(kind, plain_of(feeds), attributes, **how)[0]
-        got = run(kind, feeds, attributes | {"rank": RANK}, **how)[0]
-        assert got[others].tobytes() == plain[others].tobytes(), set_name
-        assert (got[ADAPTED] != plain[ADAPTED]).mean() > 0.9
-
-
 def test_adapted_rows_are_the_product_and_the_adapter_before_the_activation(
     dice: np.random.Generator, kind: str
 ) -> None:

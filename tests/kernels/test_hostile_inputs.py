@@ -1,5 +1,7 @@
-"""Inputs and attributes that do not fit together end in an error that says so."""
+"""Inputs and attributes that do not fit together end in an error that says so, and damaged ones never in a crash."""
 
+import subprocess
+import sys
 from typing import Any
 
 import numpy as np
@@ -9,6 +11,7 @@ from onnxruntime.capi.onnxruntime_pybind11_state import InvalidArgument
 
 from spaceport.kernels.packing import pack, quantize
 from support.native_operators import library, run
+from support.paths import ROOT
 
 pytestmark = pytest.mark.skipif(library() is None, reason="no C++ compiler")
 
@@ -122,3 +125,13 @@ def test_the_smallest_inputs_are_no_error() -> None:
     run("Embed", {"ids": np.array([[63]]), "weights": WEIGHTS}, EMBED_AS)
     run("Head", {"x": X, "rows": np.array([[2]]), "weights": WEIGHTS}, HEAD_AS)
     run("Attend", ATTEND, ATTEND_AS)
+
+
+@pytest.mark.parametrize("count", [500, pytest.param(5000, marks=pytest.mark.nightly)])
+def test_no_damage_of_one_input_ends_the_process(count: int) -> None:
+    command = [sys.executable, "-m", "support.damaged_inputs", "0", str(count)]
+    done = subprocess.run(command, capture_output=True, text=True, check=False, cwd=ROOT / "tests")
+    *_, last = done.stdout.splitlines() or [""]
+    assert done.returncode == 0, f"{last}\n{done.stderr[-4000:]}"
+    assert "errors" in last
+    assert "outputs" in last

@@ -27,7 +27,7 @@ from spaceport.graphs.contract.phrases import (
     read_phrases,
     write_phrases,
 )
-from spaceport.graphs.phrases import Phrases as Mechanism
+from spaceport.graphs.mechanism import Phrases as Mechanism
 from spaceport.runtime import session
 from spaceport.runtime.decode.draft import DraftConfig, Outlook, Phrases, tree
 from spaceport.runtime.decode.planner import DraftPlanner

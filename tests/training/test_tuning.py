@@ -19,7 +19,7 @@ from transformers import AutoModelForCausalLM
 from spaceport.exporter.checkpoint import TokenFlags, open_checkpoint
 from spaceport.exporter.checkpoint_files import read_sar_config
 from spaceport.exporter.draft_files import read_mechanisms
-from spaceport.graphs.phrases import Phrases
+from spaceport.graphs.mechanism import Phrases
 from spaceport.runtime.decoding import Decoding
 from spaceport.training.job import TuningJob, TuningOutcome
 from spaceport.training.settings import TrainingSettings

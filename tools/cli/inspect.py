@@ -20,7 +20,7 @@ from spaceport.graphs.contract.manifest import (
     Manifest,
     record_of,
 )
-from spaceport.graphs.contract.phrases import MECHANISM as PHRASES
+from spaceport.graphs.contract.phrases import PHRASES
 from spaceport.runtime.backends import BACKENDS, why_not
 from spaceport.runtime.backends.built_engines import built_here
 from spaceport.runtime.backends.graph_file import operators

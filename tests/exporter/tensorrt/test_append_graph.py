@@ -55,16 +55,6 @@ def fix(graph: GraphProto) -> None:
     dims(graph.input[5])[2].dim_value = 64
 
 
-def cross(graph: GraphProto) -> None:
-    """Write keys to the buffer of values."""
-    writer_of_keys(graph).input[0] = "past_key_values.0.value"
-
-
-def writer_of_keys(graph: GraphProto) -> onnx.NodeProto:
-    (node,) = [node for node in graph.node if node.output[0] == "present.0.key"]
-    return node
-
-
 def store_a_constant_elsewhere(graph: GraphProto) -> None:
     tensor = numpy_helper.from_array(np.zeros(4, np.float32), "zeros")
     set_external_data(tensor, "weights.bin")
@@ -73,17 +63,9 @@ def store_a_constant_elsewhere(graph: GraphProto) -> None:
 
 TOKEN_TYPES = helper.make_tensor_value_info("token_type_ids", onnx.TensorProto.INT64, ["B", "T"])
 SPOILS: dict[str, tuple[Callable[[GraphProto], object], str]] = {
-    "renamed": (
-        lambda graph: setattr(graph.input[1], "name", "positions"),
-        r"has the input positions int64 \[B, T\], the manifest says position_ids int64 \[B, T\]: export it again",
-    ),
     "of another type": (
         lambda graph: setattr(graph.input[3].type.tensor_type, "elem_type", onnx.TensorProto.FLOAT),
         r"has the input attention_mask float32 \[B, 1, T, A\], the manifest says attention_mask bool",
-    ),
-    "narrow": (
-        lambda graph: setattr(dims(graph.input[0])[0], "dim_value", 1),
-        r"has the input input_ids int64 \[1, T\], the manifest says input_ids int64 \[B, T\]",
     ),
     "of one capacity": (fix, r"past_key_values.0.key float16 \[B, 2, 64, 16\], the manifest says .* \[B, 2, S, 16\]"),
     "with one more": (
@@ -91,7 +73,6 @@ SPOILS: dict[str, tuple[Callable[[GraphProto], object], str]] = {
         r"has the input token_type_ids int64 \[B, T\], the manifest says \(none\): export it again",
     ),
     "with one less": (lambda graph: graph.output.pop(), r"has the output \(none\), the manifest says present.0.value"),
-    "crossed": (cross, r"present.0.key is not past_key_values.0.key updated by TensorScatter, .* --lowering append"),
     "stored elsewhere": (
         lambda graph: set_external_data(graph.initializer[-1], "../weights.bin"),
         r"wquery0 is stored in '../weights.bin', expected model.onnx.data: export it again",

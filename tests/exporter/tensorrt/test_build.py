@@ -1,4 +1,4 @@
-"""Build: an engine is stored with its record and reused, or the bundle stays unchanged and the error says what to do."""
+"""Build: TensorRT-RTX builds engines without a GPU, which are stored with their records and reused, or the error says why."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ import hashlib
 import json
 import os
 import re
+import shutil
 import signal
 import subprocess
 import sys
@@ -16,17 +17,22 @@ from types import SimpleNamespace
 
 import onnx
 import pytest
+import torch
 from onnx import helper
 
 from spaceport.exporter.atomic_folder import TargetError
+from spaceport.exporter.export import ExportOptions
+from spaceport.exporter.tensorrt import to_tensorrt
 from spaceport.exporter.tensorrt.append_graph import append_graph
 from spaceport.exporter.tensorrt.engines import build_engine
 from spaceport.exporter.tensorrt.to_tensorrt import (
+    AttentionPlan,
     BuildMessages,
     BuildOptions,
     BuildProgress,
     Library,
     Shapes,
+    attention_of,
     build,
     build_fault,
     logger_of,
@@ -34,13 +40,21 @@ from spaceport.exporter.tensorrt.to_tensorrt import (
     read_cache,
     target_of,
 )
+from spaceport.exporter.to_onnx import to_onnx
 from spaceport.graphs.contract.faults import InputFault, OptionFault
+from spaceport.graphs.contract.formats import FORMATS
 from spaceport.graphs.contract.manifest import ENGINES_FOLDER, MANIFEST_FILE, FileRecord
+from spaceport.graphs.contract.signature import Signature
+from spaceport.graphs.decoder import decoder_of
 from spaceport.runtime.backends.built_engines import built_here
 from spaceport.runtime.backends.machine import no_gpu
-from spaceport.runtime.bundle import open_bundle
+from spaceport.runtime.bundle import open_bundle, read_manifest
 from spaceport.tools.cli import FAULT, MISSING, OK, USAGE, run
+from support import families
 from support.append_bundle import Attending
+from support.exported import bundle_of
+from support.families import FAMILIES, Family
+from support.paths import TINY
 
 pytest.importorskip("tensorrt_rtx", reason="builds with TensorRT-RTX: pip install 'spaceport[tensorrt-rtx]'")
 
@@ -106,7 +120,7 @@ def test_an_engine_is_built_again_only_if_it_is_asked_for_untrusted_or_damaged(
     bundle: Path, capfd: Capture, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def built(*options: str) -> tuple[str, str]:
-        assert run(["build", str(bundle), "--target", "sm89,sm89", *options]) == OK
+        assert run(["build", str(bundle), "--target", "SM89, sm89", *options]) == OK
         output, errors = capfd.readouterr()
         return output, errors
 
@@ -128,14 +142,6 @@ def test_an_engine_is_built_again_only_if_it_is_asked_for_untrusted_or_damaged(
     file.write_bytes(bytes(file.stat().st_size))
     assert "building with" in built()[1]
     assert "exists already" in built()[0]
-
-
-def test_targets_may_be_in_capitals_and_repeated(capfd: Capture, bundle: Path) -> None:
-    options = ["--target", "SM80, sm89", "--target", "sm80", "--max-requests", "1"]
-    assert run(["build", str(bundle), *options]) == OK
-    output, errors = capfd.readouterr()
-    assert re.findall(r"engines/(sm\d+)-", output) == ["sm80", "sm89"]
-    assert "KV cache for 1 request of 1728 slots" in errors
 
 
 # argv: the maximum file size in bytes, arguments. Runs the program as on a full disk.
@@ -196,11 +202,15 @@ def test_a_folder_that_is_read_only_or_too_small_is_refused_before_the_build(
 
 
 def copy_a_buffer(model: onnx.ModelProto) -> None:
-    """The network that the library builds counts, not the graph."""
     for node in model.graph.node:
         for names in (node.input, node.output):
             names[:] = ["written" if name == "present.0.key" else name for name in names]
     model.graph.node.append(helper.make_node("Identity", ["written"], ["present.0.key"]))
+
+
+def write_keys_to_the_buffer_of_values(model: onnx.ModelProto) -> None:
+    (node,) = [node for node in model.graph.node if node.output[0] == "present.0.key"]
+    node.input[0] = "past_key_values.0.value"
 
 
 def rename_the_attention(model: onnx.ModelProto) -> None:
@@ -212,6 +222,7 @@ def rename_the_attention(model: onnx.ModelProto) -> None:
     ("spoil", "message"),
     [
         (copy_a_buffer, r"does not write present.0.key to the memory of past_key_values.0.key"),
+        (write_keys_to_the_buffer_of_values, r"does not write present.0.key to the memory of past_key_values.0.key"),
         (rename_the_attention, r"model.onnx: tensorrt-rtx .* cannot parse attention0 \(Detention\): .*expected"),
         (None, "cannot parse"),
     ],
@@ -339,3 +350,120 @@ def test_nested_phases_progress_the_step_that_contains_them() -> None:
     progress.end("parse")
     progress.step("all", 0)
     assert reported == [(0, "all"), (0, "parse"), (1 / 8, "parse"), (1 / 8, "parse"), (3 / 16, "parse"), (1 / 4, "all")]
+
+
+def attention_in(folder: Path, signature: Signature, target: str = "sm89") -> AttentionPlan:
+    """How attention runs in the engine for a target."""
+    model = append_graph(folder, signature, RECIPE.shapes.capacity)
+    engine = build(open_library("tensorrt-rtx"), model, folder, signature, replace(RECIPE, target=target))
+    assert engine.plan.nbytes > 100_000
+    assert engine.activation > 0
+    return engine.attention
+
+
+@pytest.mark.parametrize(
+    ("attending", "expected"),
+    [
+        (Attending("float16", head_dim=64, layers=2), AttentionPlan(0, "")),
+        (Attending("bfloat16", head_dim=64), AttentionPlan(0, "")),
+        (Attending("float32", layers=2), AttentionPlan(2, "TensorRT has no fused kernel for float32")),
+        (Attending(head_dim=8), AttentionPlan(1, "TensorRT has no fused kernel for heads of 8")),
+        (Attending(head_dim=264), AttentionPlan(1, "TensorRT has no fused kernel for heads of 264")),
+        (Attending(head_dim=12), AttentionPlan(1, "TensorRT has no fused kernel for heads of 12", in_graph=True)),
+        (
+            Attending("float32", head_dim=12, softcap=5.0),
+            AttentionPlan(1, "TensorRT has no fused kernel with softcap", in_graph=True),
+        ),
+    ],
+    ids=str,
+)
+def test_attention_is_fused_where_a_kernel_exists_and_matmuls_elsewhere(
+    attending: Attending, expected: AttentionPlan, tmp_path: Path
+) -> None:
+    manifest = attending.write(tmp_path / "bundle")
+    assert attention_in(tmp_path / "bundle", manifest.signature) == expected
+
+
+def test_attention_is_decomposed_if_the_library_lacks_the_expected_kernel(
+    library: Library, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Another version may support fewer head sizes."""
+    monkeypatch.setattr(to_tensorrt, "_FUSED_HEADS", range(8, 257, 8))
+    attending = Attending(head_dim=8, layers=2)
+    attending.write(tmp_path / "bundle")
+    assert attention_of(attending.model(), attending.signature) == AttentionPlan(0, "")
+    found = attention_in(tmp_path / "bundle", attending.signature)
+    assert found == AttentionPlan(2, f"{library.name} has no fused kernel for it")
+
+
+def test_the_build_reports_attention_that_is_not_fused(tmp_path: Path, capfd: Capture) -> None:
+    folder = tmp_path / "bundle"
+    Attending(softcap=5.0).write(folder)
+    assert run(["build", str(folder), "--target", "sm89"]) == OK
+    assert capfd.readouterr().out.splitlines()[0] == (
+        "attention of 1 layer is decomposed into MatMul and Softmax: TensorRT has no fused kernel with softcap"
+    )
+    (record,) = open_bundle(folder).manifest.engines.values()
+    assert record.decomposed == 1
+    assert run(["build", str(folder), "--target", "sm89"]) == OK
+    assert "TensorRT has no fused kernel with softcap" in capfd.readouterr().out, "also for an existing engine"
+    assert run(["inspect", str(folder)]) == OK
+    assert "1 layer decomposed" in capfd.readouterr().out
+
+
+def test_engines_compute_in_float32_with_memory_from_the_runtime(library: Library) -> None:
+    trt = library.module
+    config = to_tensorrt._config(library, trt.Builder(logger_of(trt)), RECIPE)
+    assert not config.get_flag(trt.BuilderFlag.TF32)
+    assert config.get_flag(trt.BuilderFlag.REQUIRE_USER_ALLOCATION)
+
+
+OLDER = r"--target is {}: {} needs {} or newer; .* exported in another format than {} \(--format\)"
+
+
+@pytest.mark.parametrize(
+    ("name", "target", "older", "message"),
+    [
+        ("float16", "sm89", None, ""),
+        ("float16-float8", "sm89", "sm80", OLDER.format("sm80", "float8", "sm89", "float16-float8")),
+        ("bfloat16-int4", "sm80", "sm75", OLDER.format("sm75", "bfloat16", "sm80", "bfloat16-int4")),
+        pytest.param("bfloat16", "sm80", None, "", marks=pytest.mark.nightly),
+        pytest.param("float16-int4", "sm80", None, "", marks=pytest.mark.nightly),
+    ],
+)
+def test_bundles_are_built_for_gpus_that_support_their_types(
+    name: str, target: str, older: str | None, message: str, tmp_path: Path, capfd: Capture
+) -> None:
+    bundle = bundle_of(TINY, ExportOptions(FORMATS[name], "append"))
+    assert attention_in(bundle, read_manifest(bundle).signature, target).decomposed == 0
+    if older is not None:  # no engine is built, also not for the target that has the type
+        folder = shutil.copytree(bundle, tmp_path / "bundle")
+        assert run(["build", str(folder), "--target", f"{target},{older}"]) == USAGE
+        (line,) = capfd.readouterr().err.splitlines()
+        assert re.search(message, line)
+        assert not open_bundle(folder).manifest.engines
+
+
+# head size 64, as in most large models
+WIDE = {"hidden_size": 128, "num_attention_heads": 2, "num_key_value_heads": 1, "head_dim": 64, "sliding_window": 16}
+
+
+@pytest.mark.nightly
+@pytest.mark.parametrize("target", ["sm80", "sm89"])
+@pytest.mark.parametrize(
+    "family",
+    [*(family for family in FAMILIES if "append" in family.lowerings), Family("mistral, wide heads", "mistral", WIDE)],
+    ids=lambda family: family.name,
+)
+def test_an_engine_of_a_familys_graph_is_built(family: Family, target: str, tmp_path: Path) -> None:
+    """In half precision, with one layer, unless layers differ."""
+    if not {"layer_types", "max_window_layers", "n_layer", "attn_logit_softcapping"} & set(family.options):
+        family = replace(family, options={**family.options, "num_hidden_layers": 1})
+    decoder, _ = decoder_of(
+        families.build(family, torch.float16), "append", "operator" if family.replaceable else "plain"
+    )
+    to_onnx(decoder, tmp_path)
+    attention = attention_in(tmp_path, decoder.signature, target)
+    fused = decoder.signature.head_dim >= 16 and family.structure not in ("eager", "softcap")
+    assert attention.decomposed == (0 if fused else decoder.signature.layers)
+    assert attention.in_graph == (family.structure == "softcap")

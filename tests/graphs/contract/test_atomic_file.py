@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 
-from spaceport.graphs.contract.atomic_file import is_partial, partial_of, replace_bytes, replace_text, replacing, staged
+from spaceport.graphs.contract.atomic_file import is_partial, partial_of, replace_bytes, replace_text, staged
 
 OLD, NEW = b"the old content\n" * 100, "the new content ✓\n\r\n".encode() * 100
 Way = Callable[[Path, bytes, bool], None]
@@ -23,24 +23,18 @@ def as_text(target: Path, content: bytes, durable: bool) -> None:
     replace_text(target, content.decode(), durable)
 
 
-def by_a_stream(target: Path, content: bytes, durable: bool = False) -> None:
-    with replacing(target, durable) as stream:
-        for start in range(0, len(content), 7):
-            stream.write(content[start : start + 7])
-
-
-EACH_WAY = pytest.mark.parametrize("replace", [replace_bytes, as_text, by_a_stream])
+EACH_WAY = pytest.mark.parametrize("replace", [replace_bytes, as_text])
 
 
 # argv: a target. Starts to write, prints a line, and waits for the end of its input.
 WRITER = """
 import sys
 from pathlib import Path
-from spaceport.graphs.contract.atomic_file import replacing
-with replacing(Path(sys.argv[1])) as stream:
-    stream.write(b"of another process")
+from spaceport.graphs.contract.atomic_file import staged
+with staged(Path(sys.argv[1]), b"of another process") as put:
     print("writing", flush=True)
     sys.stdin.read()
+    put()
 """
 
 
@@ -99,23 +93,15 @@ def test_a_reader_sees_the_old_or_the_new_content_at_every_moment(target: Path) 
     watcher = threading.Thread(target=watch)
     watcher.start()
     for number in range(300):
-        by_a_stream(target, NEW if number % 2 else OLD)
+        replace_bytes(target, NEW if number % 2 else OLD)
     done.set()
     watcher.join()
     assert wrong == []
 
 
-def fail_while_writing(target: Path, written: bytes, fault: BaseException) -> None:
-    with replacing(target) as stream:
-        stream.write(written)
-        raise fault
-
-
 @pytest.mark.parametrize("fault", [ValueError("no"), KeyboardInterrupt(), SystemExit(1), OSError(errno.ENOSPC, "full")])
 @pytest.mark.parametrize("written", [b"", NEW])
 def test_a_failed_write_leaves_the_old_content(target: Path, fault: BaseException, written: bytes) -> None:
-    with pytest.raises(type(fault)):
-        fail_while_writing(target, written, fault)
     with pytest.raises(type(fault)), staged(target, written):
         raise fault
     assert target.read_bytes() == OLD

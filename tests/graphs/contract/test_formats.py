@@ -1,12 +1,18 @@
-"""Formats: each is consistent in itself, known to the backends, and in the table of the docs."""
+"""Formats are consistent, known to the backends, and in the table of the docs; types agree with each library."""
 
 from __future__ import annotations
 
 import re
 
+import numpy as np
+import onnx
+import onnxruntime as ort
 import pytest
+import torch
+from onnx import helper
 
 from spaceport.graphs.contract.formats import FORMATS, Format
+from spaceport.graphs.contract.signature import DTYPES, NUMPY, PRECISIONS, Signature
 from spaceport.runtime.backends import BACKENDS
 from support.paths import ROOT
 
@@ -33,3 +39,27 @@ def test_the_docs_have_each_format_with_its_purpose() -> None:
     )
     documented = {name: purpose for names, purpose in rows for name in re.findall(r"`([^`]+)`", names)}
     assert documented == {name: each.purpose for name, each in FORMATS.items()}
+
+
+@pytest.mark.parametrize("name", DTYPES)
+def test_a_type_has_its_name_and_size_in_each_library(name: str) -> None:
+    assert getattr(torch, name).itemsize == DTYPES[name].bytes
+    spelled = {"float32": "FLOAT"}.get(name, name.upper())
+    assert onnx.TensorProto.DataType.Name(DTYPES[name].onnx) == spelled
+    if name == "bfloat16":
+        assert name not in NUMPY
+    else:
+        assert np.dtype(NUMPY[name]) == np.dtype(name) == helper.tensor_dtype_to_np_dtype(DTYPES[name].onnx)
+    value, result = (helper.make_tensor_value_info(one, DTYPES[name].onnx, ["N"]) for one in "xy")
+    graph = helper.make_graph([helper.make_node("Identity", ["x"], ["y"])], "g", [value], [result])
+    model = helper.make_model(graph, opset_imports=[helper.make_opsetid("", 23)], ir_version=11)
+    session = ort.InferenceSession(model.SerializeToString(), providers=["CPUExecutionProvider"])
+    assert session.get_inputs()[0].type == f"tensor({DTYPES[name].onnxruntime})"
+    api = pytest.importorskip("tensorrt_rtx")
+    assert getattr(api.DataType, DTYPES[name].tensorrt).itemsize == DTYPES[name].bytes
+
+
+def test_every_tensor_of_the_signature_has_a_type_of_the_table() -> None:
+    for dtype in PRECISIONS:
+        signature = Signature(2, 2, 8, 100, dtype, "append", window=8)
+        assert {tensor.dtype for tensor in (*signature.inputs, *signature.outputs)} <= DTYPES.keys()

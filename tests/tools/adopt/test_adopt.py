@@ -6,8 +6,9 @@ The models of support/published.py predict exactly with the right shift, gate, s
 from __future__ import annotations
 
 import json
+import shutil
 from collections.abc import Callable
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -15,14 +16,38 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+from transformers import PreTrainedModel
 
-from spaceport.exporter.checkpoint import Checkpoint, TokenFlags, load_model, open_checkpoint, quiet_libraries
-from spaceport.exporter.checkpoint_files import BASE_FILE, SAR_FILE
+from spaceport.exporter.checkpoint import SAR_FILE, Checkpoint, TokenFlags, load_model, open_checkpoint, quiet_libraries
+from spaceport.exporter.checkpoint_files import BASE_FILE
 from spaceport.exporter.draft_files import EMBEDDINGS_FILE, identity_of
+from spaceport.exporter.export import ExportOptions
+from spaceport.graphs.contract.formats import FORMATS
+from spaceport.runtime.decoding import Decoding
+from spaceport.runtime.session import Runtime
+from spaceport.tools.adopt.adapters import WEIGHTS_FILE
 from spaceport.tools.cli import INPUT, OK, USAGE, run
-from support.mask_rows import rows_logits
-from support.published import BASE, MASK, METHODS, RANK, SLOTS, VOCAB, PublishedModel, text
+from support.exported import bundle_of
+from support.gguf_files import random_model, write_gguf
+from support.mask_rows import bundle_engine, rows_batch, rows_logits, walk
+from support.published import (
+    BASE,
+    MASK,
+    METHODS,
+    RANK,
+    SLOTS,
+    VOCAB,
+    PublishedModel,
+    random_adapter,
+    random_base,
+    random_heads,
+    reference_logits,
+    text,
+    write_checkpoint,
+    write_published_heads,
+)
 
 ADAPTER_FILE = "mask_adapter.safetensors"
 HEADS_FILE = "draft_heads.safetensors"
@@ -170,3 +195,145 @@ def test_an_adopted_adapter_can_be_trained_further_and_heads_cannot(
         assert run([*tune, *options]) == code
         assert ("has draft_heads, which is not tuned" in capsys.readouterr().err) == (code == INPUT)
     assert opened(base, tmp_path / "tuned").tokens.mask == (MASK,)
+
+
+LINEAR = ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"]
+ATTENTION = r".*layers\.\d+\.self_attn\.(q|k|v|o)_proj"
+UP = "model.layers.0.mlp.up_proj"
+
+# Ways in which peft selects modules, ranks and scales.
+OPTIONS: dict[str, dict[str, Any]] = {
+    "plain": {"r": 4, "lora_alpha": 8, "target_modules": LINEAR},
+    "rslora": {"r": 16, "lora_alpha": 8, "use_rslora": True, "target_modules": ["q_proj", "down_proj"]},
+    "all-linear": {"r": 2, "lora_alpha": 3, "target_modules": "all-linear"},
+    "regex": {"r": 4, "lora_alpha": 4, "target_modules": ATTENTION},
+    "one layer": {"r": 4, "lora_alpha": 8, "target_modules": ["q_proj", "up_proj"], "layers_to_transform": [1]},
+    "patterns": {
+        "r": 4,
+        "lora_alpha": 8,
+        "target_modules": ["q_proj", "v_proj", "up_proj"],
+        "rank_pattern": {"q_proj": 8, r"layers\.0\.mlp\.up_proj": 2},
+        "alpha_pattern": {"v_proj": 3},
+    },
+    "patterns and rslora": {
+        "r": 4,
+        "lora_alpha": 8,
+        "use_rslora": True,
+        "target_modules": ["q_proj", "up_proj"],
+        "rank_pattern": {"up_proj": 9},
+        "exclude_modules": r".*layers\.1\.mlp\.up_proj",
+    },
+}
+
+
+@pytest.fixture(scope="module")
+def base(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    quiet_libraries()
+    return write_checkpoint(tmp_path_factory.mktemp("peft") / "base", random_base(), mask_token_id=MASK)
+
+
+def text_with_masks() -> Tensor:
+    """A text with a group of mask rows at its end, and one in its middle."""
+    ids = torch.arange(40)[None] * 7 % VOCAB
+    ids[:, 10:12] = MASK
+    ids[:, 36:] = MASK
+    return ids
+
+
+def opened_logits(base: Path, adapter: Path, ids: Tensor) -> Tensor:
+    with torch.no_grad():
+        found: Tensor = load_model(opened(base, adapter), "float32")(ids).logits
+    return found
+
+
+@pytest.mark.parametrize("name", OPTIONS)
+def test_mask_rows_have_the_logits_of_pefts_own_forward_pass(name: str, base: Path, tmp_path: Path) -> None:
+    model, ids = random_base(), text_with_masks()
+    adapted = random_adapter(model, **OPTIONS[name])
+    adapted.save_pretrained(tmp_path / "published")
+    assert run(["adopt", str(base), str(tmp_path / "published"), str(tmp_path / "adapter")]) == OK
+    found, masks = opened_logits(base, tmp_path / "adapter", ids), ids == MASK
+    torch.testing.assert_close(found, reference_logits(adapted, ids, masks.float()), rtol=1e-4, atol=1e-4)
+    with torch.no_grad():
+        plain = model(ids).logits
+    assert torch.equal(found[:, :10], plain[:, :10])
+    assert (found - plain)[masks].abs().amax(-1).min() > 0.1
+    if name == "one layer":
+        names = {module.rpartition(".")[0] for module in load_file(tmp_path / "adapter" / ADAPTER_FILE)}
+        assert names == {"model.layers.1.self_attn.q_proj", "model.layers.1.mlp.up_proj"}
+        entry = json.loads((tmp_path / "adapter" / SAR_FILE).read_text("utf-8"))["mechanisms"]["mask_adapter"]
+        assert set(entry["targets"]) == names
+
+
+def test_the_values_of_the_adapter_are_kept_as_they_are(base: Path, tmp_path: Path) -> None:
+    file = tmp_path / "published" / WEIGHTS_FILE
+    random_adapter(random_base(), **OPTIONS["plain"]).save_pretrained(file.parent)
+    tensors = {name: tensor.bfloat16() * 1e-4 for name, tensor in load_file(file).items()}
+    save_file(tensors, file)
+    assert run(["adopt", str(base), str(file.parent), str(tmp_path / "adapter")]) == OK
+    stored = load_file(tmp_path / "adapter" / ADAPTER_FILE)
+    for half in ("A", "B"):
+        assert stored[f"{UP}.{half}"].dtype == torch.bfloat16
+        assert torch.equal(stored[f"{UP}.{half}"], tensors[f"base_model.model.{UP}.lora_{half}.weight"])
+
+
+def test_a_gguf_file_can_be_the_base_model(tmp_path: Path) -> None:
+    quiet_libraries()
+    model, ids = random_model(), text_with_masks()
+    base = write_gguf(tmp_path / "model.gguf", model)
+    adapted = random_adapter(model, **OPTIONS["rslora"])
+    adapted.save_pretrained(tmp_path / "published")
+    paths = [str(base), str(tmp_path / "published"), str(tmp_path / "adapter")]
+    assert run(["adopt", *paths, "--mask-token", "[M]"]) == OK
+    (mask,) = opened(base, tmp_path / "adapter").tokens.mask
+    ids[ids == MASK] = mask
+    expected = reference_logits(adapted, ids, (ids == mask).float())
+    torch.testing.assert_close(opened_logits(base, tmp_path / "adapter", ids), expected, rtol=1e-4, atol=1e-4)
+
+
+FORMATS_OF_DRAFTS = [
+    *(
+        ExportOptions(FORMATS[name])
+        for name in ("float32", "float16", "int8", "int4", "float16-int4", "float16-float8")
+    ),
+    ExportOptions(requested_lowering="append"),
+]
+
+
+def publish(method: str, folder: Path, model: PreTrainedModel) -> list[str]:
+    """Write weights of a method for a model; the options with which they are adopted."""
+    if method == "heads":
+        write_published_heads(folder, random_heads(3, 1, model.config.hidden_size, VOCAB))
+        return []
+    random_adapter(model, r=4, lora_alpha=8, target_modules="all-linear").save_pretrained(folder)
+    return ["--method", "uno", "--max-mask-slots", "1"]
+
+
+@pytest.mark.nightly
+@pytest.mark.parametrize("options", FORMATS_OF_DRAFTS, ids=lambda options: f"{options.format.name}-{options.lowering}")
+@pytest.mark.parametrize("tied", [False, True])
+@pytest.mark.parametrize("method", ["adapter", "heads"])
+def test_drafts_have_the_logits_of_pytorch_and_change_no_other_row(
+    method: str, tied: bool, options: ExportOptions, tmp_path: Path
+) -> None:
+    quiet_libraries()
+    base = write_checkpoint(tmp_path / "base", random_model("llama", tied))
+    adapter, arguments = tmp_path / "adapter", publish(method, tmp_path / "published", random_model("llama", tied))
+    assert run(["adopt", str(base), str(tmp_path / "published"), str(adapter), *arguments]) == OK
+    bundle = shutil.copytree(bundle_of(base, replace(options, adapter=adapter)), tmp_path / "bundle")
+    long = ["--long-context", "40", "--threads", "1"]
+    assert run(["check", str(bundle), str(base), "--adapter", str(adapter), *long]) == OK
+    plain, drafting = bundle_engine(bundle_of(base, options)), bundle_engine(bundle)
+    if method == "heads" and options == ExportOptions() and not tied:
+        rows = rows_batch(torch.randint(0, 600, (20,), generator=torch.Generator().manual_seed(0)).tolist(), slots=128)
+        assert np.array_equal(drafting.run(rows)[:, ::4], plain.run(rows))
+    elif method != "heads":
+        (ordinary, drafted), (same, other) = walk(plain, 4, range(5, VOCAB)), walk(drafting, MASK, range(5, VOCAB))
+        if not options.format.rounds:  # rounded on sampled texts, which the added tokens change
+            assert ordinary.tobytes() == same.tobytes()
+        assert np.isfinite(other).all()
+        assert (np.abs(drafted - other).max(axis=-1) > 0.05).all()
+    with Runtime.open(bundle, max_seq_len=128, step_costs="free") as runtime:
+        decoding = Decoding(max_tokens=24, draft="chain")
+        expected = runtime.generate("import os", Decoding(max_tokens=24, mask_slots=0))
+        assert runtime.generate("import os", decoding).tokens == expected.tokens

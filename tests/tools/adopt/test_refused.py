@@ -31,12 +31,7 @@ HEAD_1 = ("1.0.linear.weight", "1.0.linear.bias", "1.1.weight")
 
 WEIGHTS: list[tuple[str, dict[str, Any], dict[str, Any], str]] = [
     ("medusa", {"1.1.weight": None}, {}, "has no tensor 1.1.weight: expected 9 of heads"),
-    (
-        "medusa",
-        {"0.0.linear.weight": torch.zeros(32, 48)},
-        {},
-        f"heads were trained on, which config.json calls {BASE}",
-    ),
+    ("medusa", {"0.0.linear.weight": torch.zeros(32, 48)}, {}, f"which config.json calls {BASE}"),
     ("medusa", {"2.1.weight": torch.zeros(PADDED + 1, 32)}, {}, f"({PADDED + 1}, 32): expected ({PADDED}, 32)"),
     ("medusa", dict.fromkeys(HEAD_1), {}, "has the heads [0, 2] with output matrices at [1]: expected the heads 0, 1"),
     ("medusa", {"cross.q": torch.zeros(2)}, {}, "has the tensor cross.q: expected names"),
@@ -72,11 +67,7 @@ WEIGHTS: list[tuple[str, dict[str, Any], dict[str, Any], str]] = [
 ]
 OPTIONS = [
     ("gated-lora", "--mask-token [nothing]", "mask token '[nothing]' is not in its tokenizer: expected a token of"),
-    (
-        "gated-lora",
-        f"--mask-token {PADDED}",
-        f"is id {PADDED}: expected a token of this base model, or an id from 0 to",
-    ),
+    ("gated-lora", f"--mask-token {PADDED}", f"is id {PADDED}: expected a token of this base model, or an id"),
     ("gated-lora", "--mask-token 40", "an ordinary token"),
     ("gated-lora", "--mask-token 1", "which ends a text: expected another"),
     ("gated-lora", "--method eagle", "is 'eagle': expected one of medusa, pard, uno, gated-lora"),
@@ -166,10 +157,7 @@ def test_code_in_pickles_and_weights_without_their_base_model_are_refused(
     for paths, message in (
         ((base, pickled), "its weights are pickles, which can run code when opened: expected"),
         ((base, code), "expected tensors only"),
-        (
-            (base, tmp_path / "nowhere.pt", tmp_path / "new"),
-            "nowhere.pt: no such file or folder: expected CHECKPOINT [ADAP",
-        ),
+        ((base, tmp_path / "nowhere.pt", tmp_path / "new"), "nowhere.pt: no such file or folder: expected CHECK"),
         ((heads, tmp_path / "new"), f"expected CHECKPOINT [ADAPTER] TARGET, with the folder of {BASE}"),
         ((other, lora), "has no module fc2, which target_modules names"),
         ((other, heads), "give the base model that the heads were trained on"),

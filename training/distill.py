@@ -19,7 +19,7 @@ from spaceport.runtime.sampling.option_fields import check_options, option
 from spaceport.runtime.sampling.sampler import Sampling
 from spaceport.runtime.session import Runtime
 from spaceport.runtime.text.prompt import Prompt
-from spaceport.training.conversations import Turn, content_of, flag_of, object_of, read_lines, text_of, turns_of
+from spaceport.training.conversations import Turn, content_of, flag_of, object_of, read_each, text_of, turns_of
 from spaceport.verify.audit import requests_for
 
 TEXT_SUFFIX = ".txt"
@@ -43,16 +43,8 @@ class AnswerPrompt:
 
 def read_prompts(path: Path) -> list[AnswerPrompt]:
     """All prompts of a file in file order: plain text if its name ends with .txt, JSON objects otherwise."""
-    plain = path.suffix.lower() == TEXT_SUFFIX
-    prompts = []
-    for line, content in read_lines(path, "a prompt file with one prompt per line", "prompt"):
-        try:
-            prompts.append(_plain(line, content) if plain else _parsed(line, content))
-        except InputFault as error:
-            raise InputFault(f"{path} line {line}: {error}") from error
-    if not prompts:
-        raise InputFault(f"{path}: has no prompt: expected at least one line")
-    return prompts
+    parse = _plain if path.suffix.lower() == TEXT_SUFFIX else _parsed
+    return read_each(path, "a prompt file with one prompt per line", "prompt", parse)
 
 
 def parts_of(turns: Sequence[Turn]) -> tuple[tuple[Turn, ...], ...]:

@@ -185,8 +185,7 @@ def test_a_tuned_checkpoint_has_its_tokens_type_and_files_and_drafts_change_no_o
 
 
 def test_the_rates_of_the_last_validation_are_stored(whole: TuningOutcome, tunings: Tunings) -> None:
-    opened = open_checkpoint(tunings.whole, TokenFlags())
-    (measured,) = opened.drafts.acceptance
+    (measured,) = open_checkpoint(tunings.whole, TokenFlags()).drafts.acceptance
     last = whole.last("validation")
     assert last is not None
     assert measured.rates == tuple(round(rate, 4) for rate in accumulate(last["acceptance"], min))
@@ -196,25 +195,19 @@ def test_the_rates_of_the_last_validation_are_stored(whole: TuningOutcome, tunin
     assert read_sar_config(tunings.by_method("lora")).acceptance == ()  # trained without validation data
 
 
-def test_metrics_and_the_card_show_data_and_settings(whole: TuningOutcome, tunings: Tunings) -> None:
+def test_metrics_the_card_and_learning_rates_follow_data_and_settings(whole: TuningOutcome, tunings: Tunings) -> None:
     lines = measurements(tunings.whole)
     kinds = [(2, "training"), (3, "validation"), (4, "training"), (6, "training"), (6, "validation")]
     assert [(line["step"], line["kind"]) for line in lines] == kinds
     for line in lines:
-        assert line["steps"] == 6
+        assert (line["steps"], line["epoch"]) == (6, line["step"] / 3)
         assert len(line["losses"]) == len(line["accuracies"]) == 4
-        assert line["epoch"] == line["step"] / 3
     assert lines[-1]["losses"][0] < lines[1]["losses"][0]
     card = (tunings.whole / "README.md").read_text("utf-8").splitlines()
     assert {"# tiny, tuned with spaceport", "| forked | 4 |", "| unforked | 8 |"} <= {*card}
-
-
-def test_the_learning_rate_has_linear_warmup_and_cosine_decay(whole: TuningOutcome, tunings: Tunings) -> None:
     expected = [5e-4, 1e-3, *(5e-4 * (1 + math.cos(math.pi * share / 4)) for share in range(4))]
     assert tunings.rates == pytest.approx(expected)
-    last = whole.last("training")
-    assert last is not None
-    assert last["learning_rate"] == pytest.approx(0)
+    assert lines[-2]["learning_rate"] == pytest.approx(0)
 
 
 def test_tied_weights_stay_tied_after_a_cast_and_wide_ones_are_written_as_float32() -> None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import fields
 from typing import Any, ClassVar
 
@@ -72,7 +72,7 @@ def check_use(context: click.Context) -> None:
     )
 
 
-def _token_option(name: str, default: str | None, what: str) -> Any:
+def _token_option(name: str, default: str | None, what: str) -> Callable[[Any], Any]:
     return click.option(
         f"--{name}-token", default=default, metavar="TOKEN", show_default=True, help=f"Text of the {what}."
     )

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor, as_completed
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -121,15 +121,6 @@ class DistillOptions:
 
 
 @dataclass(frozen=True)
-class DistilledPrompt:
-    """The conversation that a prompt became."""
-
-    line: int  # of the prompt file
-    record: dict[str, Any] | None  # line of training data; None: no answer
-    tokens: int  # generated
-
-
-@dataclass(frozen=True)
 class DistillReport:
     """What a run wrote."""
 
@@ -212,8 +203,11 @@ def _check_turns(runtime: Runtime, source: Path, prompts: Sequence[AnswerPrompt]
                 raise InputFault(f"{source} line {prompt.line}: {error}") from error
 
 
-def _answer(runtime: Runtime, prompt: AnswerPrompt, options: DistillOptions) -> DistilledPrompt:
-    """The conversation of a prompt; it ends at the first answer that is empty or reaches a limit."""
+def _answer(runtime: Runtime, prompt: AnswerPrompt, options: DistillOptions) -> tuple[dict[str, Any] | None, int]:
+    """The conversation of a prompt as a line of training data, None without an answer, and the generated tokens.
+
+    It ends at the first answer that is empty or reaches a limit.
+    """
     turns: list[Turn] = []
     ends, generated = True, 0
     for number, part in enumerate(prompt.parts):
@@ -232,19 +226,7 @@ def _answer(runtime: Runtime, prompt: AnswerPrompt, options: DistillOptions) -> 
             break
     messages = [{"role": turn.role, "content": turn.content} for turn in turns]
     record = {"messages": messages, **prompt.others, **({} if ends else {"ends": False})}
-    return DistilledPrompt(prompt.line, record if turns else None, generated)
-
-
-def _answers(
-    runtime: Runtime, prompts: Sequence[AnswerPrompt], options: DistillOptions, requests: int
-) -> Iterator[DistilledPrompt]:
-    """The conversations of prompts, each as soon as it is complete."""
-    pool = ThreadPoolExecutor(requests)
-    try:
-        for done in as_completed([pool.submit(_answer, runtime, prompt, options) for prompt in prompts]):
-            yield done.result()
-    finally:  # after an interrupt, the runtime ends the running requests when it closes
-        pool.shutdown(wait=False, cancel_futures=True)
+    return record if turns else None, generated
 
 
 def _store_answers(
@@ -258,15 +240,21 @@ def _store_answers(
     """The conversations by the lines of their prompts, stored as soon as each is complete, and the generated tokens."""
     started = shown = time.perf_counter()
     records, tokens = {}, 0
-    for number, answered in enumerate(_answers(runtime, prompts, options, requests), 1):
-        tokens += answered.tokens
-        if answered.record is not None:
-            records[answered.line] = answered.record
-            store.write(json.dumps({"line": answered.line, **answered.record}, ensure_ascii=False) + "\n")
-            store.flush()
-        if (now := time.perf_counter()) - shown > _SECONDS:
-            shown = now
-            say(f"{number}/{len(prompts)} prompts  {tokens:,} tokens  {tokens / (now - started):,.0f} tokens/s")
+    pool = ThreadPoolExecutor(requests)
+    try:
+        lines = {pool.submit(_answer, runtime, prompt, options): prompt.line for prompt in prompts}
+        for number, done in enumerate(as_completed(lines), 1):
+            record, count = done.result()
+            tokens += count
+            if record is not None:
+                records[lines[done]] = record
+                store.write(json.dumps({"line": lines[done], **record}, ensure_ascii=False) + "\n")
+                store.flush()
+            if (now := time.perf_counter()) - shown > _SECONDS:
+                shown = now
+                say(f"{number}/{len(prompts)} prompts  {tokens:,} tokens  {tokens / (now - started):,.0f} tokens/s")
+    finally:  # after an interrupt, the runtime ends the running requests when it closes
+        pool.shutdown(wait=False, cancel_futures=True)
     return records, tokens
 
 

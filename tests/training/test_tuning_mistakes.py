@@ -104,6 +104,7 @@ OPTIONS = [
     (INPUT, "'json' is an ordinary token", "--objective apar --fork-token json"),
     (USAGE, "--rank has no effect with --adapter: use those of the folder", "--method gated-lora --rank 4 --adapter x"),
     (USAGE, "--adapter has no effect with --method full: use --method gated-lora", "--adapter x"),
+    (USAGE, "--adapter-only has no effect with --method full: use --method gated-lora", "--adapter-only"),
     (USAGE, "--alpha is 0.0: expected more than 0", "--method lora --alpha 0"),
     (USAGE, "'soon': expected hours, minutes and seconds such as 1h30m, 100m or 90s", "--time-budget soon"),
     (USAGE, "special tokens '', .*: expected non-empty names", "--mask-token="),

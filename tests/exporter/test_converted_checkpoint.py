@@ -20,8 +20,7 @@ from spaceport.exporter.converted_checkpoint import read_state
 from spaceport.exporter.export import ExportOptions
 from spaceport.exporter.sar_config import CheckpointError
 from spaceport.runtime import Decoding, Runtime
-from spaceport.training.job import TuningJob
-from spaceport.training.settings import TrainingSettings
+from spaceport.training.settings import TrainingSettings, TuningJob
 from spaceport.training.tuning import train
 from support.exported import bundle_of
 from support.published_checkpoints import CONFIGS, Format, Published, published, write_published, write_weights

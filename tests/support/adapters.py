@@ -8,8 +8,7 @@ from pathlib import Path
 import torch
 
 from spaceport.training import tuning
-from spaceport.training.job import TuningJob
-from spaceport.training.settings import TokenNames, TrainingSettings
+from spaceport.training.settings import TokenNames, TrainingSettings, TuningJob
 from support.gguf_files import random_model
 from support.paths import TINY
 

@@ -27,9 +27,8 @@ from spaceport.runtime.decoding import Decoding
 from spaceport.runtime.session import Runtime
 from spaceport.training import training
 from spaceport.training.acceptance import DraftPrompt, measure
-from spaceport.training.job import TuningJob
 from spaceport.training.methods import train_token_embeddings
-from spaceport.training.settings import TrainingSettings
+from spaceport.training.settings import TrainingSettings, TuningJob
 from spaceport.training.tuning import train
 from spaceport.verify.reference import checkpoint_runtime
 from support.exported import bundle_of

@@ -23,8 +23,7 @@ from spaceport.exporter.sar_config import read_sar_config
 from spaceport.graphs.phrases import Phrases
 from spaceport.runtime.decoding import Decoding
 from spaceport.tools.cli import INPUT, INTERRUPTED, OK
-from spaceport.training.job import TuningJob, TuningOutcome
-from spaceport.training.settings import TrainingSettings
+from spaceport.training.settings import TrainingSettings, TuningJob, TuningOutcome
 from spaceport.training.training import Training
 from spaceport.training.tuned_checkpoint import _cast, _wide_enough
 from spaceport.training.tuning import train

@@ -17,8 +17,7 @@ from safetensors.torch import load_file
 
 from spaceport.tools.cli import INPUT, OK, USAGE, run
 from spaceport.training import tuning
-from spaceport.training.job import TuningJob, TuningOutcome, facts_of
-from spaceport.training.settings import TrainingSettings
+from spaceport.training.settings import TrainingSettings, TuningJob, TuningOutcome, facts_of
 from support.paths import TINY
 from support.tunings import stopped as stop
 

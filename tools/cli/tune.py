@@ -21,8 +21,7 @@ from spaceport.tools.cli.options import (
     remote_code_option,
 )
 from spaceport.tools.terminal.screen import show_json
-from spaceport.training.job import TuningJob, check_job
-from spaceport.training.settings import DEFAULT, TokenNames, TrainingSettings
+from spaceport.training.settings import DEFAULT, TokenNames, TrainingSettings, TuningJob, check_job
 
 
 class Tune(Sectioned):

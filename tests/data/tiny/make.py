@@ -18,8 +18,7 @@ import torch
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors, trainers
 from transformers import GenerationConfig, LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
-from spaceport.training.job import TuningJob
-from spaceport.training.settings import TokenNames, TrainingSettings
+from spaceport.training.settings import TokenNames, TrainingSettings, TuningJob
 from spaceport.training.tuning import train
 
 HERE = Path(__file__).parent

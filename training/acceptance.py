@@ -85,7 +85,8 @@ def _bundle(folder: Path, options: AcceptanceOptions) -> ModelSource:
             "base model with `spaceport export --adapter`"
         )
     opened = partial(
-        *(Runtime.open, folder),
+        Runtime.open,
+        folder,
         backend=options.backend,
         max_seq_len=options.max_seq_len,
         threads=options.threads,

@@ -3,36 +3,43 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 from spaceport.graphs.contract.faults import InputFault
 
+Parsed = TypeVar("Parsed")
 LONGEST_LINE = 64 * 2**20  # bytes; limits memory on files without newlines
 
 
-def read_lines(path: Path, expected: str, each: str) -> Iterator[tuple[int, bytes]]:
-    """Non-blank lines with their numbers; errors name the `expected` kind of file and what `each` line has."""
+def read_each(path: Path, expected: str, each: str, parse: Callable[[int, bytes], Parsed]) -> list[Parsed]:
+    """What the non-blank lines of a file hold, by their numbers; errors name the `expected` kind of file, and the line.
+
+    `each` is what a line has, such as "prompt".
+    """
     if path.is_dir():
         raise InputFault(f"{path}: is a folder: expected {expected}")
+    found, number = [], 0
     try:
         with path.open("rb") as file:
-            number = 0
             while text := file.readline(LONGEST_LINE + 1):
                 number += 1
                 if len(text) > LONGEST_LINE:
-                    raise InputFault(
-                        f"{path} line {number}: longer than {LONGEST_LINE:,} bytes: expected one {each} per line"
-                    )
+                    raise InputFault(f"longer than {LONGEST_LINE:,} bytes: expected one {each} per line")
                 text = text.removeprefix(b"\xef\xbb\xbf")  # byte order mark; concatenated files have several
                 if text.strip():
-                    yield number, text
+                    found.append(parse(number, text))
+    except InputFault as error:
+        raise InputFault(f"{path} line {number}: {error}") from error
     except FileNotFoundError as error:
         raise InputFault(f"{path}: no such file: expected {expected}") from error
     except OSError as error:
         raise InputFault(f"{path}: cannot be read: {error.strerror or error}") from error
+    if not found:
+        raise InputFault(f"{path}: has no {each}: expected at least one line")
+    return found
 
 
 def text_of(line: bytes) -> str:
@@ -117,16 +124,12 @@ class Conversation:
 
 def read_conversations(path: Path) -> list[Conversation]:
     """All conversations of a JSONL file, in file order."""
-    conversations = []
-    for line, text in read_lines(path, "a JSONL file of conversations", "conversation"):
-        try:
-            data = object_of(text, 'plain text goes in as {"text": "..."}')
-            conversations.append(Conversation(line, _turns(data), flag_of(data, "fork"), flag_of(data, "ends")))
-        except InputFault as error:
-            raise InputFault(f"{path} line {line}: {error}") from error
-    if not conversations:
-        raise InputFault(f"{path}: contains no conversation: expected at least one line of JSON")
-    return conversations
+    return read_each(path, "a JSONL file of conversations", "conversation", _conversation)
+
+
+def _conversation(line: int, text: bytes) -> Conversation:
+    data = object_of(text, 'plain text goes in as {"text": "..."}')
+    return Conversation(line, _turns(data), flag_of(data, "fork"), flag_of(data, "ends"))
 
 
 def turns_of(messages: Any) -> tuple[Turn, ...]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor, as_completed
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -19,7 +19,7 @@ from spaceport.runtime.sampling.option_fields import check_options, option
 from spaceport.runtime.sampling.sampler import Sampling
 from spaceport.runtime.session import Runtime
 from spaceport.runtime.text.prompt import Prompt
-from spaceport.training.conversations import Turn, content_of, flag_of, object_of, read_lines, text_of, turns_of
+from spaceport.training.conversations import Turn, content_of, flag_of, object_of, read_each, text_of, turns_of
 from spaceport.verify.audit import requests_for
 
 TEXT_SUFFIX = ".txt"
@@ -43,16 +43,8 @@ class AnswerPrompt:
 
 def read_prompts(path: Path) -> list[AnswerPrompt]:
     """All prompts of a file in file order: plain text if its name ends with .txt, JSON objects otherwise."""
-    plain = path.suffix.lower() == TEXT_SUFFIX
-    prompts = []
-    for line, content in read_lines(path, "a prompt file with one prompt per line", "prompt"):
-        try:
-            prompts.append(_plain(line, content) if plain else _parsed(line, content))
-        except InputFault as error:
-            raise InputFault(f"{path} line {line}: {error}") from error
-    if not prompts:
-        raise InputFault(f"{path}: has no prompt: expected at least one line")
-    return prompts
+    parse = _plain if path.suffix.lower() == TEXT_SUFFIX else _parsed
+    return read_each(path, "a prompt file with one prompt per line", "prompt", parse)
 
 
 def parts_of(turns: Sequence[Turn]) -> tuple[tuple[Turn, ...], ...]:
@@ -126,15 +118,6 @@ class DistillOptions:
         """How an answer with this many free tokens is generated; a sampled one has a seed of its own."""
         sampling = Sampling(temperature=self.temperature, seed=seed) if self.temperature else Sampling()
         return Decoding(max_tokens=min(self.max_tokens, room), sampling=sampling)
-
-
-@dataclass(frozen=True)
-class DistilledPrompt:
-    """The conversation that a prompt became."""
-
-    line: int  # of the prompt file
-    record: dict[str, Any] | None  # line of training data; None: no answer
-    tokens: int  # generated
 
 
 @dataclass(frozen=True)
@@ -220,8 +203,11 @@ def _check_turns(runtime: Runtime, source: Path, prompts: Sequence[AnswerPrompt]
                 raise InputFault(f"{source} line {prompt.line}: {error}") from error
 
 
-def _answer(runtime: Runtime, prompt: AnswerPrompt, options: DistillOptions) -> DistilledPrompt:
-    """The conversation of a prompt; it ends at the first answer that is empty or reaches a limit."""
+def _answer(runtime: Runtime, prompt: AnswerPrompt, options: DistillOptions) -> tuple[dict[str, Any] | None, int]:
+    """The conversation of a prompt as a line of training data, None without an answer, and the generated tokens.
+
+    It ends at the first answer that is empty or reaches a limit.
+    """
     turns: list[Turn] = []
     ends, generated = True, 0
     for number, part in enumerate(prompt.parts):
@@ -240,19 +226,7 @@ def _answer(runtime: Runtime, prompt: AnswerPrompt, options: DistillOptions) -> 
             break
     messages = [{"role": turn.role, "content": turn.content} for turn in turns]
     record = {"messages": messages, **prompt.others, **({} if ends else {"ends": False})}
-    return DistilledPrompt(prompt.line, record if turns else None, generated)
-
-
-def _answers(
-    runtime: Runtime, prompts: Sequence[AnswerPrompt], options: DistillOptions, requests: int
-) -> Iterator[DistilledPrompt]:
-    """The conversations of prompts, each as soon as it is complete."""
-    pool = ThreadPoolExecutor(requests)
-    try:
-        for done in as_completed([pool.submit(_answer, runtime, prompt, options) for prompt in prompts]):
-            yield done.result()
-    finally:  # after an interrupt, the runtime ends the running requests when it closes
-        pool.shutdown(wait=False, cancel_futures=True)
+    return record if turns else None, generated
 
 
 def _store_answers(
@@ -266,15 +240,21 @@ def _store_answers(
     """The conversations by the lines of their prompts, stored as soon as each is complete, and the generated tokens."""
     started = shown = time.perf_counter()
     records, tokens = {}, 0
-    for number, answered in enumerate(_answers(runtime, prompts, options, requests), 1):
-        tokens += answered.tokens
-        if answered.record is not None:
-            records[answered.line] = answered.record
-            store.write(json.dumps({"line": answered.line, **answered.record}, ensure_ascii=False) + "\n")
-            store.flush()
-        if (now := time.perf_counter()) - shown > _SECONDS:
-            shown = now
-            say(f"{number}/{len(prompts)} prompts  {tokens:,} tokens  {tokens / (now - started):,.0f} tokens/s")
+    pool = ThreadPoolExecutor(requests)
+    try:
+        lines = {pool.submit(_answer, runtime, prompt, options): prompt.line for prompt in prompts}
+        for number, done in enumerate(as_completed(lines), 1):
+            record, count = done.result()
+            tokens += count
+            if record is not None:
+                records[lines[done]] = record
+                store.write(json.dumps({"line": lines[done], **record}, ensure_ascii=False) + "\n")
+                store.flush()
+            if (now := time.perf_counter()) - shown > _SECONDS:
+                shown = now
+                say(f"{number}/{len(prompts)} prompts  {tokens:,} tokens  {tokens / (now - started):,.0f} tokens/s")
+    finally:  # after an interrupt, the runtime ends the running requests when it closes
+        pool.shutdown(wait=False, cancel_futures=True)
     return records, tokens
 
 

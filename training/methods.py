@@ -28,9 +28,8 @@ from spaceport.graphs.gated import (
 )
 from spaceport.graphs.mechanism import DraftCorrection, Factors, InputRows, Phrases, embedding_scale, replace_rows
 from spaceport.graphs.traits import UnsupportedModel
-from spaceport.training.job import TuningJob
 from spaceport.training.packed_model import PackedModel, frozen_base_model_of
-from spaceport.training.settings import DEFAULT_MASK_SLOTS, TrainingSettings
+from spaceport.training.settings import DEFAULT_MASK_SLOTS, TrainingSettings, TuningJob
 from spaceport.training.tunable_model import TunableModel, embedding_rows
 
 _INPUT, _OUTPUT = "trained_rows", "trained_output_rows"

@@ -281,13 +281,14 @@ class FrozenBaseModel(PackedModel):
         learned = (targets[:, split:] != IGNORED) & (mask_slots[:, split:] > 0)
         wanted, slots = targets[:, split:][learned], mask_slots[:, split:][learned]
         previous = ids.gather(1, before)[:, split:][learned]
-        if not self.plain_head:
-            logits, _ = self.split_logits(ids, positions, visible, split, learned)
+        logits, hidden = self.split_logits(
+            ids, positions, visible, split, learned, heads=0 if self.plain_head else None
+        )
+        if self.plain_head:
+            head = cast(nn.Linear, self.model.get_output_embeddings())
+            losses = head_loss(hidden, head.weight, head.bias, wanted, self.candidates, self.forbidden)
+        else:
             losses = losses_of(without(logits, self.forbidden), wanted, self.candidates)
-            return self.sums_of(losses, wanted, slots, previous)
-        _, hidden = self.split_logits(ids, positions, visible, split, learned, heads=0)
-        head = cast(nn.Linear, self.model.get_output_embeddings())
-        losses = head_loss(hidden, head.weight, head.bias, wanted, self.candidates, self.forbidden)
         return self.sums_of(losses, wanted, slots, previous)
 
     def split_logits(

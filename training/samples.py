@@ -249,13 +249,17 @@ class _SampleBuilder:
 
 
 def prepare(
-    conversations: Sequence[Conversation], encoder: ConversationEncoder, cutoff: int, unforked: bool = False
+    conversations: Sequence[Conversation],
+    encoder: ConversationEncoder,
+    cutoff: int,
+    unforked: bool = False,
+    before: Prepared | None = None,
 ) -> Prepared:
     """Turn conversations into samples; answers with a paragraph tree fork if the model has fork tokens.
 
-    `unforked` adds each forked sample again without forks.
+    `unforked` adds each forked sample again without forks. `before` has the samples of other files, and gets these too.
     """
-    prepared = Prepared()
+    prepared = before or Prepared()
     for conversation in conversations:
         try:
             samples, flat = _samples_of(conversation, encoder, cutoff, unforked, prepared.counts)
@@ -279,18 +283,14 @@ def prepare(
 def prepare_files(
     texts: Mapping[Path, Sequence[Conversation]], encoder: ConversationEncoder, cutoff: int, unforked: bool = False
 ) -> Prepared:
-    """Samples of the conversations of files, with their summed counts."""
-    merged = Prepared()
+    """Samples of the conversations of files."""
+    prepared = Prepared()
     for file, conversations in texts.items():
         try:
-            found = prepare(conversations, encoder, cutoff, unforked)
+            prepare(conversations, encoder, cutoff, unforked, prepared)
         except InputFault as error:
             raise InputFault(f"{file} {error}") from error
-        merged.forked += found.forked
-        merged.unforked += found.unforked
-        merged.whole += found.whole
-        merged.counts.update(found.counts)
-    return merged
+    return prepared
 
 
 def _samples_of(

@@ -20,9 +20,9 @@ from spaceport.exporter.draft_files import narrowed, write_adapter_folder, write
 from spaceport.graphs.contract.draft_methods import CAUSAL
 from spaceport.graphs.gated import adapter_state, base_state
 from spaceport.graphs.mechanism import Mechanism
-from spaceport.training.job import TuningJob, TuningOutcome
 from spaceport.training.methods import MergedModel
 from spaceport.training.packing import TrainingBatches
+from spaceport.training.settings import TuningJob, TuningOutcome
 from spaceport.training.tunable_model import TunableModel, id_of
 
 _GENERATION_FILE = "generation_config.json"

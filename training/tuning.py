@@ -26,13 +26,20 @@ from spaceport.graphs.contract.draft_methods import DraftAcceptance, measured_ac
 from spaceport.graphs.contract.faults import InputFault, OptionFault
 from spaceport.graphs.mechanism import Phrases
 from spaceport.training.conversations import Conversation, read_conversations
-from spaceport.training.job import TuningJob, TuningOutcome, check_job, facts_of
 from spaceport.training.methods import Merge, adapter_settings, select_parameters
 from spaceport.training.packed_model import PackedModel, packed_model_of
 from spaceport.training.packing import PackedRow, TrainingBatches, require_forks
 from spaceport.training.phrases import phrases_of
 from spaceport.training.samples import prepare_files
-from spaceport.training.settings import DEFAULT, TokenNames, TrainingSettings
+from spaceport.training.settings import (
+    DEFAULT,
+    TokenNames,
+    TrainingSettings,
+    TuningJob,
+    TuningOutcome,
+    check_job,
+    facts_of,
+)
 from spaceport.training.training import METRICS_FILE, Training, TrainingMeasurement, TrainingStates, write_errors
 from spaceport.training.tunable_model import TunableModel, cutoff_for, open_tunable_model
 from spaceport.training.tuned_checkpoint import write_adapter_only, write_card, write_checkpoint

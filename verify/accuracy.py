@@ -167,7 +167,7 @@ class EngineRunner(BaseRunner):  # type: ignore[misc]  # polygraphy ships no typ
         """The logits of a call; none after a failure: the KV cache is lost, and the rest of the case is not run."""
         if call.case not in self.faults:
             try:
-                return call.run(engine).copy()
+                return np.array(call.run(engine))
             except EngineFault as error:
                 self.faults[call.case] = f"{self.name}: {error}"
         return np.empty(0, np.float32)

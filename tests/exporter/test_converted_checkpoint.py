@@ -17,8 +17,7 @@ from spaceport.exporter.checkpoint import Checkpoint, TokenFlags, load_model, op
 from spaceport.exporter.checkpoint_files import require_checkpoint, weight_files
 from spaceport.exporter.converted_checkpoint import read_state
 from spaceport.graphs.contract.faults import CheckpointError
-from spaceport.training.job import TuningJob
-from spaceport.training.settings import TrainingSettings
+from spaceport.training.settings import TrainingSettings, TuningJob
 from spaceport.training.tuning import train
 from support.published_checkpoints import (
     Format,

@@ -27,8 +27,7 @@ from spaceport.graphs.contract.faults import CheckpointError, MissingDependency
 from spaceport.graphs.contract.formats import FORMATS
 from spaceport.runtime.decoding import Decoding
 from spaceport.runtime.session import Runtime
-from spaceport.training.job import TuningJob, facts_of
-from spaceport.training.settings import TrainingSettings
+from spaceport.training.settings import TrainingSettings, TuningJob, facts_of
 from spaceport.training.tuning import train
 from support.gguf_files import HEADS, KV_HEADS, gguf_name, interleaved, random_model, write_gguf
 from support.paths import TINY

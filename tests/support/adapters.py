@@ -5,8 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 from spaceport.training import tuning
-from spaceport.training.job import TuningJob
-from spaceport.training.settings import TokenNames, TrainingSettings
+from spaceport.training.settings import TokenNames, TrainingSettings, TuningJob
 
 NAMES = TokenNames(("[D]",), "[Fork]", "[Child]")  # the tiny tokenizer has [M] already
 

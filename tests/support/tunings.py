@@ -14,7 +14,7 @@ from accelerate import Accelerator
 from transformers import AutoModelForCausalLM
 
 from spaceport.tools.cli import run
-from spaceport.training.job import TuningJob
+from spaceport.training.settings import TuningJob
 from spaceport.training.training import Training
 from spaceport.training.tuning import train
 from support.copied_checkpoint import copy_of_tiny

@@ -100,7 +100,7 @@ def test_an_invalid_line_is_reported_with_file_and_line(tmp_path: Path, kind: st
 
 def test_an_empty_or_missing_file_is_refused(tmp_path: Path) -> None:
     for content in ("", "\n\r\n  \n", "\ufeff"):
-        refused(written(tmp_path, content), ": contains no conversation: expected at least one line of JSON")
+        refused(written(tmp_path, content), ": has no conversation: expected at least one line")
     refused(tmp_path / "nowhere.jsonl", ": no such file: expected a JSONL file")
     refused(tmp_path, ": is a folder: expected a JSONL file of conversations")
     refused(written(tmp_path, GOOD) / "deeper", ": cannot be read: Not a directory")

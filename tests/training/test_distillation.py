@@ -6,7 +6,8 @@ import json
 import re
 import shutil
 import signal
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
+from concurrent.futures import Future, as_completed
 from pathlib import Path
 from typing import Any
 
@@ -22,7 +23,7 @@ from spaceport.runtime.session import Runtime
 from spaceport.tools.cli import INPUT, INTERRUPTED, OK, USAGE, run
 from spaceport.training import distill as distillations
 from spaceport.training.conversations import Turn, read_conversations
-from spaceport.training.distill import AnswerPrompt, DistilledPrompt, DistillOptions, partial_file, read_prompts
+from spaceport.training.distill import AnswerPrompt, DistillOptions, partial_file, read_prompts
 from support.hash_engine import Language
 from support.hash_runtime import WORDS, hash_runtime
 from support.paths import TINY
@@ -129,16 +130,16 @@ def test_lines_have_the_order_and_the_other_keys_of_the_prompts(whole: Path) -> 
 def test_several_requests_also_of_an_interrupted_run_write_the_same_bytes(
     whole: Path, tiny_bundle: Path, tmp_path: Path, after: int, monkeypatch: pytest.MonkeyPatch, capfd: Capture
 ) -> None:
-    prompts, out, answers = written(tmp_path, LINES), tmp_path / "out.jsonl", distillations._answers
+    prompts, out = written(tmp_path, LINES), tmp_path / "out.jsonl"
 
-    def interrupted(*arguments: Any) -> Iterator[DistilledPrompt]:
-        for number, answered in enumerate(answers(*arguments)):
+    def interrupted(answers: Iterable[Future[Any]]) -> Iterator[Future[Any]]:
+        for number, answered in enumerate(as_completed(answers)):
             if number == after:
                 signal.raise_signal(signal.SIGINT)
             yield answered
 
     with monkeypatch.context() as patch:
-        patch.setattr(distillations, "_answers", interrupted)
+        patch.setattr(distillations, "as_completed", interrupted)
         assert distill(tiny_bundle, prompts, out, "--max-requests", "2") == INTERRUPTED
     message = f"{partial_file(out)} has the answers so far: the same command continues the run"
     assert message in capfd.readouterr().err
@@ -244,15 +245,15 @@ def test_an_incomplete_character_at_the_limit_is_left_out(tmp_path: Path) -> Non
         Runtime(Bundle(tmp_path, whole.bundle.manifest), whole.engine, 64) as runtime,
     ):
         options = DistillOptions(max_tokens=4)
-        found = [distillations._answer(runtime, prompt, options) for prompt in prompts]
+        found = [distillations._answer(runtime, prompt, options)[0] for prompt in prompts]
         plain = [runtime.generate(prompt.parts[0][0].content, Decoding(max_tokens=4)) for prompt in prompts]
     cut = 0
-    for answered, completion in zip(found, plain, strict=True):
+    for record, completion in zip(found, plain, strict=True):
         finished = completion.ending == "end"
         expected = completion.text if finished else completion.text.rstrip("\ufffd")
-        assert answered.record is not None
-        assert answered.record["messages"][1]["content"] == expected
-        assert answered.record.get("ends", True) == finished
+        assert record is not None
+        assert record["messages"][1]["content"] == expected
+        assert record.get("ends", True) == finished
         cut += completion.text != expected
     assert cut
 

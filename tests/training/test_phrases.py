@@ -40,8 +40,6 @@ from support.hash_engine import FREE_STEPS, Language
 from support.hash_runtime import hash_runtime
 from support.paths import TINY
 
-EMPTY = PhraseTable(np.zeros(0, np.uint64), np.zeros(0, np.uint32), np.zeros(0, np.uint8))
-
 
 def sample_of(prompt: Sequence[int], answer: Sequence[int]) -> Sample:
     ids = np.array([*prompt, *answer], np.int64)

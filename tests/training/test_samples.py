@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -15,7 +16,7 @@ from spaceport.graphs.contract.manifest import TokenIds
 from spaceport.training import samples
 from spaceport.training.conversations import Conversation, Turn
 from spaceport.training.packing import successors
-from spaceport.training.samples import NO_PARENT, Prepared, Sample, conversation_encoder, prepare
+from spaceport.training.samples import NO_PARENT, Prepared, Sample, conversation_encoder, prepare, prepare_files
 from support.paths import TINY
 
 BOS, EOS, START, END, MASK, FORK, CHILD = 0, 1, 2, 3, 4, 628, 629
@@ -283,8 +284,8 @@ def test_text_pieces_are_encoded_like_the_whole_by_tokenizers_that_add_a_space()
 def test_a_template_that_does_not_extend_its_generation_prompt_or_no_end_token_is_refused() -> None:
     wrong = encoder_of("{{ message['role'] }}: {{ message['content'] }}<|end|>", "Answer: ")
     message = r"line 7: the chat template does not render the answer 'Good\.' after its generation prompt"
-    with pytest.raises(InputFault, match=message):
-        prepare([chat("Hello", "Good.")], wrong, LONG)
+    with pytest.raises(InputFault, match=f"data.jsonl {message}"):
+        prepare_files({Path("data.jsonl"): [chat("Hello", "Good.")]}, wrong, LONG)
     assert TOKENIZER.pad_token is None
     with pytest.raises(InputFault, match="the checkpoint has no end-of-text token: expected eos_token_id"):
         conversation_encoder(TOKENIZER, replace(TOKENS, end=()))

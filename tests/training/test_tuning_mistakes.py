@@ -17,9 +17,8 @@ from safetensors.torch import load_file
 
 from spaceport.tools.cli import INPUT, OK, USAGE, run
 from spaceport.training import tuning
-from spaceport.training.job import TuningJob, TuningOutcome, facts_of
-from spaceport.training.settings import TrainingSettings
-from support.paths import TESTS, TINY
+from spaceport.training.settings import TrainingSettings, TuningJob, TuningOutcome, facts_of
+from support.paths import TINY
 from support.tunings import stopped as stop
 
 pytestmark = pytest.mark.slow
@@ -88,11 +87,8 @@ def test_an_unwritable_target_is_refused_before_data_is_read(data: Path, tmp_pat
     mine = shutil.copytree(TINY, tmp_path / "mine")
     refused_with(capfd, INPUT, "mine: a checkpoint exists there: replace it with --overwrite", TINY, mine, nowhere)
     refused_with(capfd, USAGE, "mine: is the checkpoint to tune", mine, mine, nowhere, "--overwrite")
-    refused_with(capfd, INPUT, "tests: contains files but no checkpoint", TINY, TESTS, nowhere, "--overwrite")
-    refused_with(capfd, INPUT, "no such folder: create it first", TINY, tmp_path / "a" / "b", nowhere)
     inside = shutil.copytree(TINY, tmp_path / "run" / "checkpoint-5")
-    for file in (TINY / "config.json", data):
-        shutil.copy(file, tmp_path / "run")
+    shutil.copy(TINY / "config.json", tmp_path / "run")
     message = r"run: contains the input .*checkpoint-5, which would be overwritten: choose another folder"
     refused_with(capfd, USAGE, message, inside, tmp_path / "run", data, "--overwrite")
 
@@ -107,6 +103,7 @@ OPTIONS = [
     (INPUT, "'json' is an ordinary token", "--objective apar --fork-token json"),
     (USAGE, "--rank has no effect with --adapter: use those of the folder", "--method gated-lora --rank 4 --adapter x"),
     (USAGE, "--adapter has no effect with --method full: use --method gated-lora", "--adapter x"),
+    (USAGE, "--adapter-only has no effect with --method full: use --method gated-lora", "--adapter-only"),
     (USAGE, "--alpha is 0.0: expected more than 0", "--method lora --alpha 0"),
     (USAGE, "'soon': expected hours, minutes and seconds such as 1h30m, 100m or 90s", "--time-budget soon"),
     (USAGE, "special tokens '', .*: expected non-empty names", "--mask-token="),
@@ -146,7 +143,6 @@ DAMAGE: list[tuple[str, Callable[[Path], object]]] = [
     ("step-00000001: is damaged", lambda state: shortened(state / "optimizer.bin")),
     ("step-00000001: is damaged", lambda state: (state / "random_states_0.pkl").unlink()),
     ("step-00000001: is damaged (", lambda state: (state / "progress.json").write_text('{"step": 1')),
-    ("step-00000001: is damaged (", lambda state: (state / "progress.json").write_text('{"step": 1}')),
     ("training.json: is damaged (", lambda state: (state.parent / "training.json").unlink()),
 ]
 
@@ -243,26 +239,21 @@ def test_results_are_available_as_json_and_progress_as_lines(data: Path, tmp_pat
     assert re.search(rf"step 4/4  validation .*  tokens per step {length:.2f}\n", errors)
 
 
-@pytest.mark.parametrize(
-    ("lines", "expected"),
-    [
-        ([("training", (0.9, 0.01, 0.5), ())], "slot predicts 1% of the training data"),
-        ([("training", (0.9, 0.5), ()), ("validation", (None, 0.04), (0.06,))], "predicts 6% of the validation data"),
-        ([("validation", (None, 0.04), (0.2,))], None),
-        ([("validation", (None, 0.1), ())], None),
-        ([("training", (0.001,), ())], None),  # trained to fork only
-        ([], None),
-    ],
-)
-def test_a_mask_slot_that_is_almost_always_wrong_is_a_warning_with_advice(
-    lines: list[tuple[str, tuple[float | None, ...], tuple[float, ...]]], expected: str | None
-) -> None:
+Measured = tuple[str, tuple[float | None, ...], tuple[float, ...]]  # kind, accuracies, those with the draft correction
+WARNINGS: list[tuple[list[Measured], str]] = [
+    ([("training", (0.9, 0.01, 0.5), ())], "slot predicts 1% of the training data"),
+    ([("training", (0.9, 0.5), ()), ("validation", (None, 0.04), (0.06,))], "predicts 6% of the validation data"),
+    ([("validation", (None, 0.04), (0.2,))], ""),
+    ([("validation", (None, 0.1), ())], ""),
+    ([("training", (0.001,), ())], ""),  # trained to fork only
+    ([], ""),
+]
+
+
+@pytest.mark.parametrize(("lines", "expected"), WARNINGS)
+def test_a_mask_slot_that_is_almost_always_wrong_is_a_warning_with_advice(lines: list[Measured], expected: str) -> None:
     measured = [{"kind": kind, "accuracies": slots, "corrected": better} for kind, slots, better in lines]
-    warning = TuningOutcome(Counter(), TrainingSettings(), measured).warning
-    if expected is None:
-        assert warning is None
-    else:
-        assert warning is not None
-        assert warning.startswith("drafts will not pay: the first mask ")
-        assert expected in warning
-        assert "(`spaceport distill`)" in warning
+    warning = TuningOutcome(Counter(), TrainingSettings(), measured).warning or ""
+    assert bool(warning) == bool(expected)
+    assert expected in warning
+    assert not warning or warning.startswith("drafts will not pay: the first mask ")

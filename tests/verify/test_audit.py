@@ -16,6 +16,7 @@ from spaceport.runtime.comparison import ThreadTokens, thread_tokens_of
 from spaceport.runtime.decode import step as loop
 from spaceport.runtime.decode.plan import Part, Verdict, accept
 from spaceport.runtime.decode.sequence import Ending, TokenSelector
+from spaceport.runtime.decoding import Decoding
 from spaceport.runtime.engine import Batch
 from spaceport.runtime.session import Runtime
 from spaceport.verify.audit import AuditReport, ModeCounts, audit, groups_for
@@ -207,18 +208,18 @@ def correct(tiny_bundle: Path) -> Iterator[Runtime]:
         yield opened
 
 
-def plain_thread(runtime: Runtime, max_tokens: int = TOKENS) -> ThreadTokens:
-    decoding = groups_for(runtime.bundle.manifest, runtime.exactness, max_tokens)[0].plain.decoding
-    (thread,) = thread_tokens_of(runtime.generate(SCANNER, decoding), None).values()
+def plain_mode(runtime: Runtime) -> Decoding:
+    return groups_for(runtime.bundle.manifest, runtime.exactness, TOKENS)[0].plain.decoding
+
+
+def plain_thread(runtime: Runtime) -> ThreadTokens:
+    (thread,) = thread_tokens_of(runtime.generate(SCANNER, plain_mode(runtime)), None).values()
     return thread
 
 
 def found_in(runtime: Runtime, thread: ThreadTokens, plain: ThreadTokens, limit: int) -> list[tuple[int, float, str]]:
     """Position, margin and reason of each mismatch."""
-    rule = selection_rule(
-        groups_for(runtime.bundle.manifest, runtime.exactness, TOKENS)[0].plain.decoding,
-        runtime.bundle.manifest.tokens,
-    )
+    rule = selection_rule(plain_mode(runtime), runtime.bundle.manifest.tokens)
     found = find_mismatches(runtime.engine, rule, thread, limit, plain)
     return [(mismatch.position, mismatch.margin, mismatch.reason) for mismatch in found]
 

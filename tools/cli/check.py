@@ -63,8 +63,7 @@ _READ_ONLY = "{} is read-only: the report is printed to stdout and not saved in 
 @allow_links_option
 @remote_code_option
 @json_option("the report")
-@click.pass_context
-def command(context: click.Context, bundle: Path, allow_links: bool, as_json: bool, **given: Any) -> int:
+def command(bundle: Path, allow_links: bool, as_json: bool, **given: Any) -> int:
     """Compare the logits of all backends for BUNDLE, and of PyTorch with CHECKPOINT, on all kinds of runtime calls.
 
     The tolerance of a pair follows from the coarser of its two data types. The report is saved in the bundle. The exit
@@ -72,7 +71,7 @@ def command(context: click.Context, bundle: Path, allow_links: bool, as_json: bo
     """
     options = CheckOptions(**given)
     unused = Unused(options.checkpoint is None, ("adapter",), "without CHECKPOINT", "name its base model")
-    refuse_unused(context, (unused,))
+    refuse_unused(click.get_current_context(), (unused,))
     opened = open_bundle(bundle, allow_links=allow_links)
     if options.checkpoint is not None:
         require_checkpoint(options.checkpoint)

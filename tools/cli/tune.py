@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import fields
 from typing import Any
 
@@ -22,8 +22,7 @@ from spaceport.tools.cli.options import (
     sections,
 )
 from spaceport.tools.terminal.screen import show_json
-from spaceport.training.job import TuningJob, check_job
-from spaceport.training.settings import DEFAULT, TokenNames, TrainingSettings
+from spaceport.training.settings import DEFAULT, TokenNames, TrainingSettings, TuningJob, check_job
 
 _DRAFTING = (
     *("mask_slots", "distinct", "group", "shift", "anchors", "drop_rate", "correction_rank", "mask_weight"),
@@ -48,7 +47,7 @@ def check_use(context: click.Context) -> None:
     )
 
 
-def _token_option(name: str, default: str | None, what: str) -> Any:
+def _token_option(name: str, default: str | None, what: str) -> Callable[[Any], Any]:
     return click.option(
         f"--{name}-token", default=default, metavar="TOKEN", show_default=True, help=f"Text of the {what}."
     )

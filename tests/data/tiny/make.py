@@ -18,8 +18,7 @@ import torch
 from tokenizers import Tokenizer
 from transformers import AutoTokenizer, GenerationConfig, LlamaConfig, LlamaForCausalLM
 
-from spaceport.training.job import TuningJob
-from spaceport.training.settings import TokenNames, TrainingSettings
+from spaceport.training.settings import TokenNames, TrainingSettings, TuningJob
 from spaceport.training.tuning import train
 
 HERE = Path(__file__).parent

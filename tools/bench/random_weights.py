@@ -6,7 +6,6 @@ import json
 from dataclasses import replace
 from pathlib import Path
 from shutil import copy
-from typing import Any
 
 import numpy as np
 
@@ -31,14 +30,20 @@ def inflate(skeleton: Path, target: Path) -> Manifest:
     manifest = manifest_in((skeleton / MANIFEST_FILE).read_bytes())
     dtype = manifest.signature.dtype
     size = json.loads((skeleton / SKELETON_FILE).read_text("utf-8"))["bytes"]
-    left, draws, torch = size // DTYPES[dtype].bytes, np.random.default_rng(0), cuda_torch()
+    left, draws = size // DTYPES[dtype].bytes, np.random.default_rng(0)
+    try:
+        import torch
+
+        cuda = torch.cuda.is_available()
+    except ImportError:
+        cuda = False
     with (target / DATA_FILE).open("wb") as data:
         while left:
             count = min(left, _PIECE)
-            if torch is None:
-                drawn = draws.standard_normal(count, np.float32) * np.float32(_DEVIATION)
-            else:
+            if cuda:
                 drawn = torch.empty(count, device="cuda").normal_(0, _DEVIATION).cpu().numpy()
+            else:
+                drawn = draws.standard_normal(count, np.float32) * np.float32(_DEVIATION)
             if dtype == "bfloat16":  # the upper half of a float32
                 stored = np.ascontiguousarray(drawn.view(np.uint16)[1::2])
             else:
@@ -49,12 +54,3 @@ def inflate(skeleton: Path, target: Path) -> Manifest:
         if file.name not in (MANIFEST_FILE, SKELETON_FILE, CONFIG_FILE):
             copy(file, target)
     return write_manifest(target, replace(manifest, files={}))
-
-
-def cuda_torch() -> Any:
-    """The module torch if it is installed and has a GPU, else None."""
-    try:
-        import torch
-    except ImportError:
-        return None
-    return torch if torch.cuda.is_available() else None

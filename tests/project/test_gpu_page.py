@@ -62,14 +62,13 @@ def test_a_quarter_of_an_hour_on_a_gpu_is_rehearsed_without_one(backend: str, tm
     assert tests.split()[-3:-1] == ["-m", "gpu"]
     assert (ROOT / tests.split()[-1]).is_file()
     required(write.replace("7b", "tiny"), tmp_path, environment)
-    shown = required(steps.replace("7b", "tiny").replace("onnxruntime-cuda", backend), tmp_path, environment)
+    required(steps.replace("7b", "tiny").replace("onnxruntime-cuda", backend), tmp_path, environment)
     measured = json.loads((tmp_path / "steps.json").read_text("utf-8"))
     engines = [one["graphs"] for one in measured["backends"]]
     assert engines == ([True, False] if backend == "onnxruntime-cuda" else [False])
     assert (measured["backends"][0]["share"] is not None) == (backend == "onnxruntime-cuda")
     assert all(one["notes"] == one["left_out"] == [] for one in measured["backends"])
     assert [mode["mode"] for mode in measured["backends"][0]["replay"]] == ["plain", "masks", "fixed 5"]
-    assert "Plain decoding with transformers" in shown
     required(audit.replace("onnxruntime-cuda", backend), tmp_path, environment)
 
 

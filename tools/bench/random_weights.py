@@ -13,7 +13,7 @@ from spaceport.exporter.bundle_manifest import write_manifest
 from spaceport.graphs.contract.manifest import DATA_FILE, MANIFEST_FILE, Manifest, manifest_in
 from spaceport.graphs.contract.signature import DTYPES
 
-SKELETON_FILE, CONFIG_FILE = "skeleton.json", "config.json"
+SKELETON_FILE = "skeleton.json"
 ALIGNED = 65536  # bytes: alignment of weights in the data file
 _DEVIATION = 0.02  # standard deviation, as transformers initializes a Llama
 _PIECE = 1 << 25  # weights that are drawn at once
@@ -51,6 +51,6 @@ def inflate(skeleton: Path, target: Path) -> Manifest:
             data.write(stored.data)
             left -= count
     for file in skeleton.iterdir():
-        if file.name not in (MANIFEST_FILE, SKELETON_FILE, CONFIG_FILE):
+        if file.name not in (MANIFEST_FILE, SKELETON_FILE):
             copy(file, target)
     return write_manifest(target, replace(manifest, files={}))

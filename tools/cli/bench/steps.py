@@ -70,9 +70,9 @@ def command(
 
     BUNDLE may be a folder that `spaceport bench random` wrote: its weights are then drawn at random."""
     accepted = None if replay is None else parse_numbers("--replay", replay, 0, 1)
-    left = Budget(float("inf") if budget is None else budget)
-    counts = parse_counts("--rows", rows)
-    options = StepOptions(counts, context, rounds, threads, trust_engines, without_graphs, accepted, left.left)
+    counts, seconds = parse_counts("--rows", rows), float("inf") if budget is None else budget
+    options = StepOptions(counts, context, rounds, threads, trust_engines, without_graphs, accepted, seconds)
+    left = Budget(seconds)
     if save is not None:
         check_target(save)
     measured: list[EngineSteps] = []

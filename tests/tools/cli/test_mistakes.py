@@ -79,11 +79,8 @@ REFUSED = (
     ("bench decod", USAGE, "there is no command decod: did you mean decode?"),
     ("export nowhere NEW", INPUT, "nowhere: no such folder: expected a checkpoint"),
     ("export owner/model NEW", INPUT, r"\(config.json, \*.safetensors, tokenizer\) or a GGUF file; download a model"),
-    ("export nowhere.gguf NEW", INPUT, "nowhere.gguf: no such file: expected a GGUF file or a checkpoint folder"),
     ("export NOTES NEW", INPUT, "files/notes: is a file: expected a checkpoint"),
-    ("export NO-WEIGHTS NEW", INPUT, r"no weights in it: expected \*.safetensors"),
     ("export TINY BUNDLE", INPUT, "a bundle exists there: replace it with --overwrite"),
-    ("export TINY FILES --overwrite", INPUT, "contains files but no bundle: choose another name"),
     ("export TINY NEW --adapter FILES", INPUT, "no base.json in it: expected an adapter folder"),
     # Not even root can create a folder there.
     ("export TINY /proc/self/new", INPUT, "/proc/self: no permission to write in it: choose another folder"),
@@ -147,11 +144,9 @@ def named(tiny_bundle: Path, tmp_path: Path) -> dict[str, object]:
     prompts.write_text("".join(json.dumps({"text": text}) + "\n" for text in texts[::2]), "utf-8")
     long.write_text(json.dumps({"prompt": "import json\n" * 1000}))
     empty.touch()
-    for name in ("files", "no-weights"):
-        (tmp_path / name).mkdir()
+    (tmp_path / "files").mkdir()
     (tmp_path / "files" / "notes").write_text("kept")
-    (tmp_path / "no-weights" / "config.json").write_text("{}")
-    folders = {name.upper(): tmp_path / name for name in ("files", "no-weights", "new", "untuned")}
+    folders = {name.upper(): tmp_path / name for name in ("files", "new", "untuned")}
     files = {"PROMPTS": prompts, "LONG": long, "EMPTY": empty, "PAGE": ROOT / "README.md"}
     files |= {"NOTES": tmp_path / "files" / "notes", "BUNDLE": tiny_bundle, "TINY": TINY}
     return files | folders

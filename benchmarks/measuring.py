@@ -65,7 +65,7 @@ def other_subject(name: str, runtime: OtherRuntime, work: WorkFolder) -> Subject
 
 
 def _worker_command(python: str, file: str, runner: str) -> tuple[str, ...]:
-    return python, str(ROOT / "benchmarks" / "worker.py"), str(ROOT / "benchmarks" / file), runner
+    return python, str(ROOT / "benchmarks" / "runners.py"), str(ROOT / "benchmarks" / file), runner
 
 
 @dataclass(frozen=True)

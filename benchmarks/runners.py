@@ -1,12 +1,16 @@
 """Runners: what the harness calls of each runtime, a class per runtime; that of Spaceport is in `on_spaceport`.
 
-The interpreter of a runtime's environment runs this file, so that it imports the standard library only, and the libraries
-of a runtime when its model is opened. Times are in seconds.
+The interpreter of a runtime's environment runs `runners.py FILE CLASS`, so that this file imports the standard library
+only, and the libraries of a runtime when its model is opened. Times are in seconds.
 """
 
 from __future__ import annotations
 
+import importlib.metadata
 import json
+import os
+import runpy
+import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from time import perf_counter
@@ -314,3 +318,24 @@ class LlamaContext:
     def forget(self, begin: int = 0) -> None:
         """Remove cached tokens from a position on."""
         self.library.llama_memory_seq_rm(self.memory, -1, begin, -1)
+
+
+def main(file: str, name: str) -> None:
+    """Answer calls, a line of JSON `{"call": NAME, ...}` each, until the input ends; output of libraries goes to stderr."""
+    channel = os.fdopen(os.dup(1), "w", encoding="utf-8")
+    os.dup2(2, 1)
+    runner: Any = None
+    for line in sys.stdin:
+        arguments = json.loads(line)
+        call = arguments.pop("call")
+        if call == "open":
+            runner = runpy.run_path(file)[name](arguments)
+            result = {package: importlib.metadata.version(package) for package in runner.PACKAGES}
+        else:
+            result = getattr(runner, call)(**arguments)
+        channel.write(json.dumps(result) + "\n")
+        channel.flush()
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])

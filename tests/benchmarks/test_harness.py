@@ -31,7 +31,7 @@ from support.planted import ignore_the_mask, planted
 
 pytestmark = pytest.mark.on_change("benchmarks", "verify", "docs/drawing/tables.py", "docs/performance.md")
 FAKE = str(ROOT / "tests" / "support" / "fake_runtime.py")
-WORKER = str(ROOT / "benchmarks" / "worker.py")
+WORKER = str(ROOT / "benchmarks" / "runners.py")
 PROMPTS = (Prompt(1, "code", (5, 6, 7)), Prompt(2, "lists", (8, 9)))
 SMALL = Workload(
     ("decode", "rows", "prefill", "concurrent"), PROMPTS, (99,), 8, rows=(1, 4), context=8, prefill=(16,), rounds=2

@@ -164,14 +164,6 @@ README = (ROOT / "README.md").read_text("utf-8")
 START = (DOCS / "getting_started.md").read_text("utf-8")
 
 
-def block_with(command: str) -> str:
-    """The commands on getting started that begin with this one."""
-    (found,) = (
-        block for block in blocks("getting_started.md", "console") if block.startswith(f"$ spaceport {command} ")
-    )
-    return found
-
-
 def arguments_in(block: str) -> list[list[str]]:
     """The arguments of the commands in a block."""
     lines = [shlex.split(line.removeprefix("$ ")) for line in block.splitlines()]
@@ -198,21 +190,12 @@ def test_the_commands_and_the_program_run_one_after_the_other(
 
 @pytest.mark.torch
 @pytest.mark.slow
-@pytest.mark.nightly  # docs/examples/07_tuning does most of it in each run
-def test_a_model_learns_as_the_page_says(checkout: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    for arguments in arguments_in(block_with("tune")):
-        assert run(arguments) == 0, capsys.readouterr().err
-    out = capsys.readouterr().out
-    assert "tuned.bundle: llama" in out
-    assert "depth 1" in out
-
-
-@pytest.mark.torch
-@pytest.mark.slow
 @pytest.mark.nightly
 @pytest.mark.skipif(sys.platform != "linux", reason="TensorRT-RTX is there for Linux only")
 def test_engines_are_built_and_checked_as_the_page_says(checkout: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    for arguments in arguments_in(block_with("export")):
+    shown = blocks("getting_started.md", "console")
+    (block,) = (block for block in shown if block.startswith("$ spaceport export "))
+    for arguments in arguments_in(block):
         assert run(arguments) == 0, capsys.readouterr().err
     names = sorted(file.name[:4] for file in (checkout / "demo-gpu.bundle" / "engines").iterdir())
     assert names == ["sm80", "sm89"]

@@ -1,4 +1,4 @@
-"""Packaging: the runtime needs no heavy library, and what is built holds every file."""
+"""Packaging: the runtime needs no heavy library, types are right, and what is built holds every file."""
 
 import importlib.util
 import json
@@ -21,6 +21,7 @@ from spaceport.kernels.build import SOURCES, TARGETS, compiler, library_name, zi
 from spaceport.runtime.decoding import Decoding
 from spaceport.runtime.session import Runtime
 from spaceport.tools.cli import MISSING
+from support.cache import cache_folder
 from support.paths import PARTS, ROOT, TINY, package
 
 OFFLINE = os.environ | {"PIP_NO_INDEX": "1", "PIP_DISABLE_PIP_VERSION_CHECK": "1"}
@@ -131,6 +132,14 @@ except AttributeError as error:
 """
     found = started((sys.executable, "-c", code), ROOT)
     assert (found.returncode, found.stdout) == (0, "module 'spaceport' has no attribute 'nothing'\n"), found.stderr
+
+
+@pytest.mark.slow
+@pytest.mark.torch
+def test_the_package_has_the_types_that_it_states() -> None:
+    package()
+    done = started((sys.executable, "-m", "mypy", "--cache-dir", cache_folder() / "mypy"), ROOT)
+    assert done.returncode == 0, done.stdout + done.stderr
 
 
 @dataclass(frozen=True)

@@ -14,6 +14,7 @@ import numpy as np
 
 from spaceport.runtime.backends.machine import cpu_class, cpu_name, usable_cpus
 from spaceport.runtime.bundle import read_manifest
+from spaceport.runtime.decode.sequence_group import Statistics
 from spaceport.runtime.decode.sources import named_source
 from spaceport.runtime.session import Runtime
 from spaceport.tools.bench.decode_measuring import (
@@ -194,14 +195,7 @@ def _mode(
     steps = max(1, sum(one.steps for one in statistics))
     outside, engine = sum(one.outside_seconds for one in statistics), sum(one.engine_seconds for one in statistics)
     p50, p95 = np.quantile([one.first_token_seconds for one in statistics], (0.5, 0.95)).tolist()
-    depths = [
-        [sum(counts) for counts in zip_longest(*by_depth, fillvalue=0)]
-        for by_depth in ((one.drafted_by_depth for one in statistics), (one.accepted_by_depth for one in statistics))
-    ]
-    drafts, accepted = Counter[str](), Counter[str]()  # by source
-    for one in statistics:
-        drafts.update(one.drafted_by_source)
-        accepted.update(one.accepted_by_source)
+    by_depth = _by_depth(statistics)
     return ModeSummary(
         mode=mode.name,
         temperature=temperature,
@@ -211,15 +205,31 @@ def _mode(
         first_token_p50=p50,
         first_token_p95=p95,
         tokens_per_step=sum(one.tokens for one in statistics) / steps,
-        mean_acceptance_length=1 + sum(depths[1]) / steps,
-        by_depth=tuple(map(Rate, *depths)),
-        by_source={source: Rate(drafts[source], accepted[source]) for source in sorted(drafts)},
+        mean_acceptance_length=1 + sum(rate.accepted for rate in by_depth) / steps,
+        by_depth=by_depth,
+        by_source=_by_source(statistics),
         outside_share=outside / (outside + engine),
         reference=None if mode.name == mode.reference else mode.reference,
         compared=measured.compared[mode.name, temperature],
         different=sum((one.mode, one.temperature) == (mode.name, temperature) for one in measured.differences),
         prompts=tuple(_prompts(own, ratios, prompts)),
     )
+
+
+def _by_depth(statistics: Sequence[Statistics]) -> tuple[Rate, ...]:
+    drafted, accepted = (
+        [sum(counts) for counts in zip_longest(*by_depth, fillvalue=0)]
+        for by_depth in ((one.drafted_by_depth for one in statistics), (one.accepted_by_depth for one in statistics))
+    )
+    return tuple(map(Rate, drafted, accepted))
+
+
+def _by_source(statistics: Sequence[Statistics]) -> dict[str, Rate]:
+    drafted, accepted = Counter[str](), Counter[str]()
+    for one in statistics:
+        drafted.update(one.drafted_by_source)
+        accepted.update(one.accepted_by_source)
+    return {source: Rate(drafted[source], accepted[source]) for source in sorted(drafted)}
 
 
 def _rates(measured: DecodeMeasurements, completions: Sequence[MeasuredCompletion], rounds: int) -> list[float]:

@@ -3,18 +3,19 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from shutil import copy
-from typing import Any
 
 import numpy as np
+from numpy.typing import NDArray
 
 from spaceport.exporter.atomic_folder import write_manifest
 from spaceport.graphs.contract.manifest import DATA_FILE, MANIFEST_FILE, Manifest, manifest_in
 from spaceport.graphs.contract.signature import DTYPES
 
-SKELETON_FILE, CONFIG_FILE = "skeleton.json", "config.json"
+SKELETON_FILE = "skeleton.json"
 ALIGNED = 65536  # bytes: alignment of weights in the data file
 _DEVIATION = 0.02  # standard deviation, as transformers initializes a Llama
 _PIECE = 1 << 25  # weights that are drawn at once
@@ -31,30 +32,29 @@ def inflate(skeleton: Path, target: Path) -> Manifest:
     manifest = manifest_in((skeleton / MANIFEST_FILE).read_bytes())
     dtype = manifest.signature.dtype
     size = json.loads((skeleton / SKELETON_FILE).read_text("utf-8"))["bytes"]
-    left, draws, torch = size // DTYPES[dtype].bytes, np.random.default_rng(0), cuda_torch()
+    left, draw = size // DTYPES[dtype].bytes, _drawing()
     with (target / DATA_FILE).open("wb") as data:
         while left:
-            count = min(left, _PIECE)
-            if torch is None:
-                drawn = draws.standard_normal(count, np.float32) * np.float32(_DEVIATION)
-            else:
-                drawn = torch.empty(count, device="cuda").normal_(0, _DEVIATION).cpu().numpy()
+            drawn = draw(min(left, _PIECE))
             if dtype == "bfloat16":  # the upper half of a float32
-                stored = np.ascontiguousarray(drawn.view(np.uint16)[1::2])
+                data.write(np.ascontiguousarray(drawn.view(np.uint16)[1::2]).data)
             else:
-                stored = drawn.astype(dtype)
-            data.write(stored.data)
-            left -= count
+                data.write(drawn.astype(dtype).data)
+            left -= drawn.size
     for file in skeleton.iterdir():
-        if file.name not in (MANIFEST_FILE, SKELETON_FILE, CONFIG_FILE):
+        if file.name not in (MANIFEST_FILE, SKELETON_FILE):
             copy(file, target)
     return write_manifest(target, replace(manifest, files={}))
 
 
-def cuda_torch() -> Any:
-    """The module torch if it is installed and has a GPU, else None."""
+def _drawing() -> Callable[[int], NDArray[np.float32]]:
+    """What draws a number of weights: on the GPU if torch is installed and has one."""
     try:
         import torch
+
+        if torch.cuda.is_available():
+            return lambda count: torch.empty(count, device="cuda").normal_(0, _DEVIATION).cpu().numpy()
     except ImportError:
-        return None
-    return torch if torch.cuda.is_available() else None
+        pass
+    random = np.random.default_rng(0)
+    return lambda count: random.standard_normal(count, np.float32) * np.float32(_DEVIATION)

@@ -175,13 +175,10 @@ def run(arguments: list[str], commands: click.Command = cli) -> int:
 
 
 def _fail(error: object, code: int) -> int:
-    click.echo(f"spaceport: {_rank()}{error}", err=True)
+    # Which of several processes that torchrun or accelerate has started this is
+    rank = f"rank {os.environ.get('RANK')}: " if os.environ.get("WORLD_SIZE", "1") != "1" else ""
+    click.echo(f"spaceport: {rank}{error}", err=True)
     return code
-
-
-def _rank() -> str:
-    """Which of several processes that torchrun or accelerate has started this is."""
-    return f"rank {os.environ.get('RANK')}: " if os.environ.get("WORLD_SIZE", "1") != "1" else ""
 
 
 def _fault() -> int:

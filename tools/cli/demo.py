@@ -296,11 +296,5 @@ docs/service.md#editors has one."""
 
 def program_and(model: Path) -> tuple[str, str]:
     """The program and the path of a model, as they are typed in a shell in this folder."""
-    beside = Path(sys.executable).with_name("spaceport")
-    if shutil.which("spaceport"):
-        program = "spaceport"
-    elif beside.is_file():
-        program = os.path.relpath(beside)
-    else:
-        program = f"{os.path.relpath(sys.executable)} -m spaceport"
+    program = "spaceport" if shutil.which("spaceport") else f"{os.path.relpath(sys.executable)} -m spaceport"
     return program, shlex.quote(os.path.relpath(model) if model.is_relative_to(Path.cwd()) else str(model))

@@ -88,8 +88,12 @@ def command(
         raise OptionFault(f"--requests is {requests}: expected at least 1")
     opened = open_bundle(bundle, allow_links=allow_links)
     length = seq_len(opened.manifest, max_seq_len, max_slots, requests)
-    memory = memory_of(opened.manifest, requests, length, slots_for(length, max_slots))
-    options = EngineOptions(memory["slots"], requests, threads=0)
+    most = slots_for(length, max_slots)
+    slots = capacity_for(opened.manifest, most)
+    kv = opened.manifest.signature.kv_bytes(requests, slots)
+    memory = {"requests": requests, "max_seq_len": length, "max_slots": most, "slots": slots}
+    memory |= {"weights": opened.manifest.graph_bytes, "kv": kv}  # bytes
+    options = EngineOptions(slots, requests, threads=0)
     device = "cpu" if not BACKENDS[backend].gpu or no_gpu() else f"cuda:0 ({gpu().name})"
     exactness = known_exactness(opened, backend, device, options)
     use = use_of(opened, backend, options)
@@ -219,20 +223,6 @@ def _state(bundle: Bundle, name: str, record: EngineRecord) -> str:
     if record.graph != bundle.manifest.graph:
         return "of another graph"
     return "built here" if built_here(record.sha256) else "built elsewhere"
-
-
-def memory_of(manifest: Manifest, requests: int, length: int, max_slots: int) -> dict[str, int]:
-    """Bytes of weights and KV cache."""
-    slots = capacity_for(manifest, max_slots)
-    kv = manifest.signature.kv_bytes(requests, slots)
-    return {
-        "requests": requests,
-        "max_seq_len": length,
-        "max_slots": max_slots,
-        "slots": slots,
-        "weights": manifest.graph_bytes,
-        "kv": kv,
-    }
 
 
 def accuracy(bundle: Bundle) -> dict[str, Any] | None:

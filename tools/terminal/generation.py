@@ -113,11 +113,13 @@ def show_statistics(completion: Completion) -> None:
     s = completion.statistics
     threads = f"{s.threads} threads (at most {s.peak_threads} at once), " if s.threads > 1 else ""
     steps = s.steps + s.prompt_steps
+    limited = sorted(s.drafts_limited.items(), key=lambda item: -item[1])  # reasons, the most frequent first
+    reasons = ", ".join(f"{reason.replace('_', ' ')} {count}" for reason, count in limited)
     lines = [
         f"{s.tokens} tokens in {s.steps} steps ({s.tokens_per_step:.2f} tokens per step), ending: {completion.ending}",
         f"{threads}peak {s.peak_slots} KV slots, {s.rows} rows",
         f"draft tokens: {_drafts(s)}",
-        *([f"drafts limited: {_reasons(s)}"] if s.drafts_limited else []),
+        *([f"drafts limited: {reasons}"] if reasons else []),
         f"{s.tokens_per_second:.1f} tokens/s, {s.first_token_seconds:.3f} s to first token",
         f"{s.engine_seconds:.3f} s in the engine, {s.outside_seconds:.3f} s outside "
         f"({s.outside_seconds / max(1, steps) * 1e3:.3f} ms per step), {s.waiting_seconds:.3f} s queued",
@@ -169,9 +171,3 @@ def _drafts(s: Statistics) -> str:
     )
     depths = ", ".join(f"{a}/{d}" for a, d in zip(s.accepted_by_depth, s.drafted_by_depth, strict=True))
     return f"{accepted} of {drafted} accepted ({rates})\n  by source: {sources}; by depth: {depths}"
-
-
-def _reasons(s: Statistics) -> str:
-    """The reasons with their numbers of steps, the most frequent first."""
-    counts = sorted(s.drafts_limited.items(), key=lambda item: -item[1])
-    return ", ".join(f"{reason.replace('_', ' ')} {count}" for reason, count in counts)

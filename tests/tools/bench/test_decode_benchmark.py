@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+import re
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import astuple, replace
@@ -29,8 +31,12 @@ from spaceport.tools.bench.decode_measuring import (
     parse_modes,
 )
 from spaceport.tools.bench.replay import SyntheticTexts, replay_runtime
+from spaceport.tools.cli import ACCURACY, OK, run
 from spaceport.verify.prompts import TokenizedPrompt
+from support.paths import TINY
+from support.planted import ignore_the_mask, planted
 
+Capture = pytest.CaptureFixture[str]
 Replayed = Callable[..., list[ModeSummary]]  # called with numbers of mask slots
 TWO_MODES = (DecodeMode(PLAIN, Decoding(), PLAIN), DecodeMode("default", Decoding(), PLAIN))
 PROMPTS = (TokenizedPrompt(2, (1, 2, 3)), TokenizedPrompt(7, (4,)))
@@ -193,3 +199,36 @@ def test_rates_are_medians_of_rounds_and_speedups_are_paired() -> None:
     assert (first.line, first.prompt_tokens, first.tokens) == (2, 3, 12)
     assert (first.tokens_per_second, first.speedup) == (pytest.approx(6.0), pytest.approx(2.5))
     assert (empty.line, empty.tokens, empty.tokens_per_second, empty.speedup) == (7, 0, 0.0, None)
+
+
+def decode(bundle: Path, folder: Path, *options: str) -> int:
+    """The exit code of `bench decode` with two prompts."""
+    texts = list(json.loads((TINY / "prompts.json").read_text("utf-8")).values())[:2]
+    (file := folder / "prompts.jsonl").write_text("".join(json.dumps({"text": text}) + "\n" for text in texts), "utf-8")
+    words = ("decode", str(bundle), str(file), "--threads", "1", "--max-tokens", "16", "--rounds", "1")
+    return run(["bench", *words, *options])
+
+
+@pytest.mark.slow
+def test_every_mode_and_temperature_is_reported(tiny_bundle: Path, tmp_path: Path, capsys: Capture) -> None:
+    assert decode(tiny_bundle, tmp_path, "--temperatures", "0,0.8,0", "--fixed", "2,2") == OK
+    out, err = capsys.readouterr()
+    modes = ["plain", "lookup", "masks", "default", "fixed 2"]
+    lines = [line.split(" | ")[:2] for line in out.splitlines() if line.endswith((" reference |", " same as plain |"))]
+    assert lines == [[f"| {mode}", heat] for heat in ("0", "0.8") for mode in modes]
+    assert out.splitlines()[-1] == "- All 32 compared completions are identical."
+    assert "round 1 of 1, temperature 0.8" in err
+    work = (
+        r" 2 prompts, 5 modes, 1 rounds after a warm-up: about \d+ s if every completion has 16 tokens\n.* warming up, "
+    )
+    assert re.search(work, err)
+
+
+@pytest.mark.slow
+def test_what_differs_is_reported_with_exit_code_4(tiny_bundle: Path, tmp_path: Path, capsys: Capture) -> None:
+    wrong = planted(tiny_bundle, tmp_path / "wrong", ignore_the_mask)
+    assert decode(wrong, tmp_path) == ACCURACY
+    out = capsys.readouterr().out
+    assert " DIFFER |" in out
+    assert "compared completions DIFFER; `spaceport audit` separates rounding from faults:" in out
+    assert "  - line 2, temperature 0, warm-up, token " in out

@@ -3,18 +3,19 @@
 from __future__ import annotations
 
 import json
+import re
 from pathlib import Path
 
 import numpy as np
 import pytest
 from numpy.typing import NDArray
-from transformers import AutoConfig, AutoModelForCausalLM
+from transformers import AutoModelForCausalLM
 
 from spaceport.graphs.contract.faults import OptionFault
 from spaceport.runtime.bundle import open_bundle, read_manifest
 from spaceport.runtime.engine import Batch, EngineOptions
-from spaceport.tools.bench.random_weights import CONFIG_FILE, inflate
-from spaceport.tools.bench.skeleton import write_skeleton
+from spaceport.tools.bench.random_weights import inflate
+from spaceport.tools.bench.skeleton import SHAPES, config_of, write_skeleton
 from spaceport.tools.bench.steps import (
     Budget,
     EngineSteps,
@@ -49,8 +50,8 @@ def skeleton() -> Path:
 
 
 def test_a_skeleton_has_the_graph_of_the_real_model_without_its_weights(skeleton: Path, tmp_path: Path) -> None:
-    config = AutoConfig.from_pretrained(skeleton / CONFIG_FILE)
-    model = AutoModelForCausalLM.from_config(config)
+    shape = SHAPES["tiny"]
+    model = AutoModelForCausalLM.from_config(config_of(shape, shape.hidden // shape.heads))
     matrices = sum(weight.numel() for weight in model.parameters() if weight.dim() == 2)
     manifest = inflate(skeleton, tmp_path / "bundle")
     assert (manifest.parameters, weight_bytes(manifest)) == (matrices, 4 * matrices)
@@ -60,11 +61,11 @@ def test_a_skeleton_has_the_graph_of_the_real_model_without_its_weights(skeleton
 
 
 @pytest.mark.slow
-def test_steps_of_a_skeleton_its_replay_and_transformers_are_measured_and_saved(
+def test_steps_of_a_skeleton_and_its_replay_are_measured_and_saved(
     skeleton: Path, tmp_path: Path, capfd: Capture
 ) -> None:
     saved, asked = tmp_path / "steps.json", ["bench", "steps", str(skeleton), "--rows", "1,4", "--context", "16"]
-    options = ["--rounds", "2", "--replay", "0.79,0.79,0.79", "--transformers", "--save", str(saved), "--json"]
+    options = ["--rounds", "2", "--replay", "0.79,0.79,0.79", "--save", str(saved), "--json"]
     assert run([*asked, *options]) == OK
     data = json.loads(capfd.readouterr().out)
     assert json.loads(saved.read_text("utf-8")) == data
@@ -75,7 +76,6 @@ def test_steps_of_a_skeleton_its_replay_and_transformers_are_measured_and_saved(
     steps = {mode["mode"]: mode["tokens_per_step"] for mode in backend["replay"]}
     assert steps["plain"] == 1
     assert steps["fixed 5"] > 1.8, "of three depths that are right four times in five"
-    assert [*data["transformers"]] == ["static cache"]
 
 
 def test_the_budget_ends_rounds_and_leaves_figures_out(skeleton: Path, tmp_path: Path, capfd: Capture) -> None:
@@ -105,3 +105,21 @@ def test_steps_select_tokens_on_the_device_as_decoding_does(tiny_bundle: Path, m
     assert found.share == pytest.approx(0.8)
     (line,) = steps_report([found], StepOptions(rows=(1,))).conclusions
     assert line.endswith("a step of 1 rows reads the weights with 0.80 of the device's bandwidth")
+
+
+@pytest.mark.slow
+def test_steps_are_timed_on_each_backend_and_while_decoding(tiny_bundle: Path, capfd: Capture) -> None:
+    asked = ["bench", "steps", str(tiny_bundle)]
+    options = "--rows 1,4 --rounds 2 --context 20 --threads 1 --backend auto --backend onnxruntime --without-graphs"
+    assert run([*asked, *options.split(), "--json"]) == OK
+    found = json.loads(capfd.readouterr().out)["backends"]
+    assert [(one["backend"], one["graphs"], one["device"]) for one in found] == [("onnxruntime", False, "cpu")] * 2
+    for one in found:
+        first, second = one["steps"]
+        assert (first["rows"], first["ratio"], second["rows"]) == (1, 1.0, 4)
+        assert [loop["mask_slots"] for loop in one["loops"]] == [0, 5]
+        assert all(loop["engine_milliseconds"] > 0 < loop["outside_milliseconds"] for loop in one["loops"])
+    assert run([*asked, *options.split()[:8]]) == OK
+    out = capfd.readouterr().out
+    assert "### Milliseconds of a step after 20 tokens, by number of rows (ratio to the first)" in out
+    assert re.search(r"^\| onnxruntime \| [\d.]+ \(1\.00\) \| [\d.]+ \([\d.]+\) \| cpu \|$", out, re.MULTILINE)

@@ -126,25 +126,23 @@ def test_output_is_printed_in_reading_order_and_marks_change_nothing_else(
     assert marked == "".join(f"[{text}]" if drafted else text for text, drafted in runs) + "\n"
 
 
-def test_statistics_show_the_cost_of_a_generation(forking: Path, runtime: Runtime, capfd: Capture) -> None:
-    s = runtime.generate(DECODER, Decoding(max_tokens=60)).statistics
-    _, err = printed(capfd, forking, "--max-tokens", 60, "--stats", "--json")
-    tokens, threads, drafts, *_ = err.splitlines()
-    assert tokens.startswith(f"{s.tokens} tokens in {s.steps} steps ({s.tokens_per_step:.2f} tokens per step)")
-    assert threads.startswith(f"{s.threads} threads (at most {s.peak_threads} at once), peak {s.peak_slots} KV slots")
-    assert drafts.startswith(f"draft tokens: {sum(s.accepted_by_depth)} of {sum(s.drafted_by_depth)} accepted")
-
-
-def test_the_seed_of_a_run_reproduces_its_output(forking: Path, capfd: Capture) -> None:
+def test_statistics_show_the_cost_and_the_seed_that_reproduces_an_output(
+    forking: Path, runtime: Runtime, capfd: Capture
+) -> None:
     arguments = ("--temperature", 1, "--max-tokens", 30)
-    first = json.loads(printed(capfd, forking, *arguments, "--json")[0])
+    first, other = (json.loads(printed(capfd, forking, *arguments, "--json")[0]) for _ in range(2))
+    assert other["seed"] != first["seed"]
+    assert other["text"] != first["text"]
     assert 0 <= first["seed"] < 2**64
     out, err = printed(capfd, forking, *arguments, "--seed", first["seed"], "--stats")
     assert out == first["text"] + "\n"
-    assert f"seed {first['seed']}: repeat with --seed {first['seed']} for the same output" in err
-    other = json.loads(printed(capfd, forking, *arguments, "--json")[0])
-    assert other["seed"] != first["seed"]
-    assert other["text"] != first["text"]
+    s = runtime.generate(DECODER, Decoding(max_tokens=30, sampling=Sampling(1.0, seed=first["seed"]))).statistics
+    tokens, threads, drafts, *_, seed = err.splitlines()
+    assert tokens.startswith(f"{s.tokens} tokens in {s.steps} steps ({s.tokens_per_step:.2f} tokens per step)")
+    several = f"{s.threads} threads (at most {s.peak_threads} at once), " if s.threads > 1 else ""
+    assert threads.startswith(f"{several}peak {s.peak_slots} KV slots")
+    assert drafts.startswith(f"draft tokens: {sum(s.accepted_by_depth)} of {sum(s.drafted_by_depth)} accepted")
+    assert seed == f"seed {first['seed']}: repeat with --seed {first['seed']} for the same output"
 
 
 def test_a_trace_and_a_report_are_written(forking: Path, tmp_path: Path, capfd: Capture) -> None:

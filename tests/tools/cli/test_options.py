@@ -19,7 +19,6 @@ import pytest
 from click.testing import CliRunner
 
 from spaceport import __version__
-from spaceport.graphs.contract.faults import OptionFault
 from spaceport.runtime.decoding import Decoding
 from spaceport.runtime.limits import DEFAULT_LIMITS
 from spaceport.runtime.sampling.grammar import Grammar
@@ -29,7 +28,7 @@ from spaceport.runtime.session import Runtime
 from spaceport.serving.options import ServiceOptions
 from spaceport.tools.cli import OK, USAGE, Commands, cli, name_flags, run
 from spaceport.tools.cli.generate import command as generate
-from spaceport.tools.cli.options import Sectioned, Unused, declared_options, declared_values, refuse_unused, sections
+from spaceport.tools.cli.options import Sectioned, declared_options, declared_values, sections
 from spaceport.tools.cli.serve import command as serve
 from spaceport.tools.cli.serve import openers_of, service_options_of
 
@@ -43,11 +42,8 @@ Shown = pytest.CaptureFixture[str]
 @click.option("--temperature", type=float, help="Sampling temperature; 0 = greedy.")
 @click.option("--ban-token", "banned", multiple=True, help="Never generate this token.")
 @click.argument("prompt_file", required=False)
-@click.pass_context
-def command(context: click.Context, **given: object) -> None:
+def command(**given: object) -> None:
     """A command."""
-    refuse_unused(context, [Unused(not given["temperature"], ("banned",), "without --temperature", "add it")])
-    click.echo(repr(given))
 
 
 def test_help_lists_options_in_groups() -> None:
@@ -125,13 +121,6 @@ def test_every_declared_flag_is_one_of_generate() -> None:
     flags = {flag for parameter in generate.params for flag in parameter.opts}
     declared = {option.flag for kind in (Decoding, Sampling, Grammar) for option in option_fields(kind)}
     assert declared - {None} <= flags
-
-
-def test_an_option_without_effect_is_refused() -> None:
-    fault = CliRunner().invoke(command, ["--ban-token", "a"]).exception
-    assert isinstance(fault, OptionFault)
-    assert str(fault) == "--ban-token has no effect without --temperature: add it, or leave it out"
-    assert CliRunner().invoke(command, []).exit_code == 0  # a default is no unused option
 
 
 def test_only_option_names_of_the_command_become_flags() -> None:

@@ -111,21 +111,21 @@ class ChatBody(GenerationBody, kw_only=True):
 
     def formats(self) -> list[Grammar]:
         """The grammar of JSON, if the answer has to be JSON."""
-        if self.response_format is None:
+        form = self.response_format
+        if form is None:
             return []
-        if self.response_format.schema is not None and self.response_format.type != "json_object":
-            raise invalid(
-                "response_format", f"has a schema with the type {self.response_format.type}: expected json_object"
-            )
-        if self.response_format.type == "text":
+        if form.schema is not None and form.type != "json_object":
+            raise invalid("response_format", f"has a schema with the type {form.type}: expected json_object")
+        if form.type == "text":
             return []
-        if self.response_format.type == "json_object":
-            schema = {"type": "object"} if self.response_format.schema is None else self.response_format.schema
-            return [Grammar(json_schema=schema, json_whitespace=self.json_whitespace)]
-        if self.response_format.json_schema is None:
+        if form.type == "json_object":
+            schema = {"type": "object"} if form.schema is None else form.schema
+        elif form.json_schema is None:
             expected = '{"type": "json_schema", "json_schema": {"schema": …}}'
             raise invalid("response_format", f"has no json_schema: expected {expected}")
-        return [Grammar(json_schema=self.response_format.json_schema.schema, json_whitespace=self.json_whitespace)]
+        else:
+            schema = form.json_schema.schema
+        return [Grammar(json_schema=schema, json_whitespace=self.json_whitespace)]
 
     def tool_use(self, model: ServedModel, options: ServiceOptions) -> ToolUse:
         tools, limits = self.tools or [], model.runtime.limits

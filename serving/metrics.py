@@ -59,35 +59,14 @@ _BY_KEY = {
 }
 
 
-class _Gauges(Collector):
-    """The state of each model at the moment of the request."""
-
-    def __init__(self, prefix: str, states: States) -> None:
-        self._prefix = prefix
-        self._states = states
-
-    def collect(self) -> Iterable[GaugeMetricFamily]:
-        states = self._states()
-        for name, (text, value) in _GAUGES.items():
-            family = GaugeMetricFamily(f"{self._prefix}:{name}", text, labels=["model_name"])
-            for model, status in states.items():
-                family.add_metric([model], value(status))
-            yield family
-        for name, (text, values) in _STATES.items():
-            family = GaugeMetricFamily(f"{self._prefix}:{name}", text, labels=["model_name", "state"])
-            for model, status in states.items():
-                for state, count in values(status).items():
-                    family.add_metric([model, state], count)
-            yield family
-
-
-class Metrics:
-    """The counters of one service, in a registry of its own."""
+class Metrics(Collector):
+    """The counters of one service and the state of its models, in a registry of its own."""
 
     def __init__(self, prefix: str, states: States, by_key: bool = False) -> None:
         self._prefix = prefix
+        self._states = states
         self._registry = CollectorRegistry()
-        self._registry.register(_Gauges(prefix, states))
+        self._registry.register(self)
         ProcessCollector(registry=self._registry)
 
         def counter(name: str, text: str, *labels: str) -> Counter:
@@ -171,6 +150,21 @@ class Metrics:
             self._rows.labels(model, kind).inc(count)
         self._outside.labels(model).inc(statistics.outside_seconds)
         self._times(model, statistics)
+
+    def collect(self) -> Iterable[GaugeMetricFamily]:
+        """The state of each model now."""
+        states = self._states()
+        for name, (text, value) in _GAUGES.items():
+            family = GaugeMetricFamily(f"{self._prefix}:{name}", text, labels=["model_name"])
+            for model, status in states.items():
+                family.add_metric([model], value(status))
+            yield family
+        for name, (text, values) in _STATES.items():
+            family = GaugeMetricFamily(f"{self._prefix}:{name}", text, labels=["model_name", "state"])
+            for model, status in states.items():
+                for state, count in values(status).items():
+                    family.add_metric([model, state], count)
+            yield family
 
     def text(self) -> bytes:
         """All counters in Prometheus' text format."""

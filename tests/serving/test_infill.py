@@ -94,26 +94,6 @@ def test_a_request_may_only_read_the_prompt_and_name_what_it_wants(client: TestC
     assert fill(client)["timings"]["cache_n"] > 0
 
 
-@pytest.mark.parametrize(
-    ("fields", "expected", "kind"),
-    [
-        ({}, "a\n  b\n", "eos"),
-        ({"stop": ["b"]}, "a\n  ", "word"),
-        ({"n_indent": 4}, "a", "limit"),
-        ({"n_indent": 2}, "a\n  b", "limit"),
-        ({"t_max_predict_ms": 1e-6}, "a", "limit"),
-    ],
-)
-def test_the_text_ends_where_the_request_says(
-    client: TestClient, fields: dict[str, Any], expected: str, kind: str
-) -> None:
-    written = {"regex": r"a\n  b\n"} if not fields or "stop" in fields else {"regex": r"a\n  b\n(c ){300}"}
-    found = fill(client, n_predict=400, spaceport=written, **fields)
-    assert (found["content"], found["stop_type"]) == (expected, kind)
-    assert found["has_new_line"] is ("\n" in expected)
-    assert found["tokens_predicted"] < 100  # nothing is decoded for long beyond its end
-
-
 def test_an_invalid_request_gets_the_reason(client: TestClient) -> None:
     for fields, message in (
         ({"input_suffix": None}, "input_suffix"),
@@ -173,20 +153,30 @@ def streamed(client: TestClient, **fields: Any) -> list[Any]:
     return [json.loads(line.removeprefix("data: ")) for line in response.text.split("\n\n") if line]
 
 
+SHORT, LONG = ({"spaceport": {"regex": regex}} for regex in (r"a\n  b\n", r"a\n  b\n(c ){300}"))
+
+
 @pytest.mark.parametrize(
-    "fields",
+    ("fields", "expected", "kind"),
     [
-        PLUGIN,
-        {"n_indent": 4, "spaceport": {"regex": r"a\n  b\n(c ){300}"}},
-        {"n_indent": 2, "spaceport": {"regex": r"a\n  b\n(c ){300}"}},
-        {"stop": ["b"], "spaceport": {"regex": r"a\n  b\n"}},
-        {"n_predict": 0},
-        {"n_cmpl": 3, "seed": 1},
+        (SHORT, "a\n  b\n", "eos"),
+        ({**SHORT, "stop": ["b"]}, "a\n  ", "word"),
+        ({**LONG, "n_indent": 4}, "a", "limit"),
+        ({**LONG, "n_indent": 2}, "a\n  b", "limit"),
+        ({**LONG, "t_max_predict_ms": 1e-6}, "a", "limit"),
+        ({"n_predict": 0}, "", "limit"),
+        (PLUGIN, None, None),
+        ({"n_cmpl": 3, "seed": 1}, None, None),
     ],
 )
-def test_a_stream_has_the_text_of_the_whole_answer(client: TestClient, fields: dict[str, Any]) -> None:
-    asked = {"n_predict": 40, **fields}
+def test_the_text_ends_where_the_request_says_whole_or_as_a_stream(
+    client: TestClient, fields: dict[str, Any], expected: str | None, kind: str | None
+) -> None:
+    asked = {"n_predict": 400 if "spaceport" in fields else 40, **fields}
     whole = fill(client, **asked)
+    if expected is not None:
+        assert (whole["content"], whole["stop_type"], whole["has_new_line"]) == (expected, kind, "\n" in expected)
+        assert whole["tokens_predicted"] < 100  # nothing is decoded for long beyond its end
     *events, last = streamed(client, **asked)
     for choice in whole if isinstance(whole, list) else [whole]:
         index = choice["index"]

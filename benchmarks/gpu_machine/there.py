@@ -36,7 +36,7 @@ def commands(stage: str, model: str, backend: str) -> dict[str, tuple[int, str]]
         data = " ".join(str(file) for file in sorted(PACKED.glob("answers*.jsonl")))
         return {"tune": (600, f"spaceport tune {base} {OUT / 'adapter'} {data} {TRAINING} --time-budget 9m")}
     cuda = f"--backend {backend}"
-    replay = "--without-graphs --replay 0.79,0.79,0.79,0.79,0.79"
+    replay = "--without-graphs --replay 0.79,0.79,0.79,0.79,0.79 --transformers"
     return {
         "doctor": (40, "spaceport doctor"),
         "export": (60, f"spaceport export tools/demo/model {demo} --format float16"),

@@ -66,6 +66,7 @@ def test_a_quarter_of_an_hour_on_a_gpu_is_rehearsed_without_one(backend: str, tm
     assert (measured["backends"][0]["share"] is not None) == (backend == "onnxruntime-cuda")
     assert all(one["notes"] == one["left_out"] == [] for one in measured["backends"])
     assert [mode["mode"] for mode in measured["backends"][0]["replay"]] == ["plain", "masks", "fixed 5"]
+    assert [*measured["transformers"]] == ["static cache"]
     follow(audit.replace("onnxruntime-cuda", backend), tmp_path, environment)
 
 

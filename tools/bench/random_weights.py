@@ -15,7 +15,7 @@ from spaceport.exporter.atomic_folder import write_manifest
 from spaceport.graphs.contract.manifest import DATA_FILE, MANIFEST_FILE, Manifest, manifest_in
 from spaceport.graphs.contract.signature import DTYPES
 
-SKELETON_FILE = "skeleton.json"
+SKELETON_FILE, CONFIG_FILE = "skeleton.json", "config.json"
 ALIGNED = 65536  # bytes: alignment of weights in the data file
 _DEVIATION = 0.02  # standard deviation, as transformers initializes a Llama
 _PIECE = 1 << 25  # weights that are drawn at once
@@ -42,7 +42,7 @@ def inflate(skeleton: Path, target: Path) -> Manifest:
                 data.write(drawn.astype(dtype).data)
             left -= drawn.size
     for file in skeleton.iterdir():
-        if file.name not in (MANIFEST_FILE, SKELETON_FILE):
+        if file.name not in (MANIFEST_FILE, SKELETON_FILE, CONFIG_FILE):
             copy(file, target)
     return write_manifest(target, replace(manifest, files={}))
 

@@ -28,7 +28,7 @@ from spaceport.graphs.contract.formats import FORMATS
 from spaceport.graphs.contract.manifest import DATA_FILE, MANIFEST_FILE, MODEL_FILE, manifest_content, manifest_in
 from spaceport.graphs.contract.signature import DTYPES, Precision
 from spaceport.graphs.decoder import AttentionImplementation
-from spaceport.tools.bench.random_weights import ALIGNED, SKELETON_FILE
+from spaceport.tools.bench.random_weights import ALIGNED, CONFIG_FILE, SKELETON_FILE
 from spaceport.tools.demo.prompts import MODEL
 
 _HIDDEN, _INNER = 160, 352  # sizes while exporting, unlike any other size of the graph
@@ -61,7 +61,7 @@ def write_skeleton(name: str, target: Path, dtype: Precision, attention: Attenti
     quiet_libraries()
     with tempfile.TemporaryDirectory() as scratch, writing(target, overwrite=False) as unfinished:
         checkpoint, bundle = Path(scratch) / "checkpoint", Path(scratch) / "bundle"
-        config = config_of(shape._replace(hidden=_HIDDEN, inner=_INNER), shape.hidden // shape.heads)
+        config = _config(shape._replace(hidden=_HIDDEN, inner=_INNER), shape.hidden // shape.heads)
         torch.manual_seed(0)
         AutoModelForCausalLM.from_config(config, dtype=getattr(torch, dtype)).save_pretrained(checkpoint)
         copy(MODEL / "tokenizer.json", checkpoint)
@@ -76,11 +76,11 @@ def write_skeleton(name: str, target: Path, dtype: Precision, attention: Attenti
         manifest = replace(manifest_in((bundle / MANIFEST_FILE).read_bytes()), parameters=weights, files={})
         (unfinished / MANIFEST_FILE).write_bytes(manifest_content(manifest))
         (unfinished / SKELETON_FILE).write_text(json.dumps({"bytes": end}))
+        _config(shape, shape.hidden // shape.heads).to_json_file(unfinished / CONFIG_FILE)
     return weights
 
 
-def config_of(shape: Shape, head_dim: int) -> LlamaConfig:
-    """The configuration of a Llama."""
+def _config(shape: Shape, head_dim: int) -> LlamaConfig:
     return LlamaConfig(
         vocab_size=_VOCABULARY,
         hidden_size=shape.hidden,

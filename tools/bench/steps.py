@@ -6,7 +6,7 @@ Each figure is reported when it is measured, since a loan of a GPU may end at an
 from __future__ import annotations
 
 import statistics
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from time import perf_counter
 from typing import Any
@@ -266,7 +266,9 @@ def loop_cost(runtime: Runtime, mask_slots: int, context: int) -> LoopCost:
     return LoopCost(mask_slots, count, sum(inside) / max(1, count) * 1e3, statistics.median(outside) * 1e3)
 
 
-def steps_report(measured: Sequence[EngineSteps], options: StepOptions) -> Report:
+def steps_report(
+    measured: Sequence[EngineSteps], options: StepOptions, transformers: Mapping[str, float] | None = None
+) -> Report:
     """Step times, the time outside the engine and replays as tables: a row per backend, with or without CUDA graphs."""
     steps = [
         (one.name, *(f"{step.milliseconds:.2f} ({step.ratio:.2f})" for step in one.steps), one.device)
@@ -288,6 +290,7 @@ def steps_report(measured: Sequence[EngineSteps], options: StepOptions) -> Repor
         Table(title, ("backend", *map(str, options.rows), "device"), steps),
         Table("Decoding, per step", ("backend", "mask slots", "steps", "ms in the engine", "ms outside"), loops),
         Table(replayed, ("backend", "mode", "tokens/s", "tokens per step", "times plain"), replays),
+        Table("Plain decoding with transformers", ("", "ms per token"), list((transformers or {}).items())),
     )
     lines = [
         f"{one.name}: a step of {options.rows[0]} rows reads the weights with {one.share:.2f} of the device's bandwidth"
@@ -297,5 +300,5 @@ def steps_report(measured: Sequence[EngineSteps], options: StepOptions) -> Repor
     lines += [f"{one.name}: drafted text is {one.guarantee}" for one in measured if one.guarantee]
     lines += [f"{one.name}: no time for {', '.join(one.left_out)}" for one in measured if one.left_out]
     backends = [asdict(one) | {"share": one.share} for one in measured]
-    data = {"options": asdict(options), "backends": backends}
+    data = {"options": asdict(options), "backends": backends, "transformers": transformers}
     return Report((), tables, lines, data)

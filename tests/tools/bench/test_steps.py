@@ -9,13 +9,13 @@ from pathlib import Path
 import numpy as np
 import pytest
 from numpy.typing import NDArray
-from transformers import AutoModelForCausalLM
+from transformers import AutoConfig, AutoModelForCausalLM
 
 from spaceport.graphs.contract.faults import OptionFault
 from spaceport.runtime.bundle import open_bundle, read_manifest
 from spaceport.runtime.engine import Batch, EngineOptions
-from spaceport.tools.bench.random_weights import inflate
-from spaceport.tools.bench.skeleton import SHAPES, config_of, write_skeleton
+from spaceport.tools.bench.random_weights import CONFIG_FILE, inflate
+from spaceport.tools.bench.skeleton import write_skeleton
 from spaceport.tools.bench.steps import (
     Budget,
     EngineSteps,
@@ -50,8 +50,8 @@ def skeleton() -> Path:
 
 
 def test_a_skeleton_has_the_graph_of_the_real_model_without_its_weights(skeleton: Path, tmp_path: Path) -> None:
-    shape = SHAPES["tiny"]
-    model = AutoModelForCausalLM.from_config(config_of(shape, shape.hidden // shape.heads))
+    config = AutoConfig.from_pretrained(skeleton / CONFIG_FILE)
+    model = AutoModelForCausalLM.from_config(config)
     matrices = sum(weight.numel() for weight in model.parameters() if weight.dim() == 2)
     manifest = inflate(skeleton, tmp_path / "bundle")
     assert (manifest.parameters, weight_bytes(manifest)) == (matrices, 4 * matrices)
@@ -61,11 +61,11 @@ def test_a_skeleton_has_the_graph_of_the_real_model_without_its_weights(skeleton
 
 
 @pytest.mark.slow
-def test_steps_of_a_skeleton_and_its_replay_are_measured_and_saved(
+def test_steps_of_a_skeleton_its_replay_and_transformers_are_measured_and_saved(
     skeleton: Path, tmp_path: Path, capfd: Capture
 ) -> None:
     saved, asked = tmp_path / "steps.json", ["bench", "steps", str(skeleton), "--rows", "1,4", "--context", "16"]
-    options = ["--rounds", "2", "--replay", "0.79,0.79,0.79", "--save", str(saved), "--json"]
+    options = ["--rounds", "2", "--replay", "0.79,0.79,0.79", "--transformers", "--save", str(saved), "--json"]
     assert run([*asked, *options]) == OK
     data = json.loads(capfd.readouterr().out)
     assert json.loads(saved.read_text("utf-8")) == data
@@ -76,6 +76,7 @@ def test_steps_of_a_skeleton_and_its_replay_are_measured_and_saved(
     steps = {mode["mode"]: mode["tokens_per_step"] for mode in backend["replay"]}
     assert steps["plain"] == 1
     assert steps["fixed 5"] > 1.8, "of three depths that are right four times in five"
+    assert [*data["transformers"]] == ["static cache"]
 
 
 def test_the_budget_ends_rounds_and_leaves_figures_out(skeleton: Path, tmp_path: Path, capfd: Capture) -> None:

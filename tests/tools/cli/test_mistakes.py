@@ -128,6 +128,7 @@ REFUSED = (
     ("bench steps BUNDLE --context 4000", USAGE, "4000 tokens make 4049, the context length is 1024: lower"),
     ("bench steps BUNDLE --replay 0.5,1.1", USAGE, "is '0.5,1.1': expected comma-separated numbers from 0 to 1"),
     ("bench steps BUNDLE --replay 1,1,1,1,1,1", USAGE, "--replay has 6 depths: expected at most 5"),
+    ("bench steps BUNDLE --transformers", USAGE, "expected a folder that `spaceport bench random` wrote"),
     ("bench random 900b new", USAGE, "shape is '900b': expected one of tiny, 1b, 7b, 8b"),
     ("bench decode BUNDLE", USAGE, "Missing argument 'PROMPTS'"),
     ("bench decode BUNDLE PROMPTS --max-tokens 0", USAGE, "--max-tokens is 0: expected at least 1"),

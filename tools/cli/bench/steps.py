@@ -8,9 +8,10 @@ from tempfile import TemporaryDirectory
 
 import click
 
+from spaceport.graphs.contract.faults import OptionFault
 from spaceport.runtime.backends import BACKENDS
 from spaceport.runtime.bundle import open_bundle
-from spaceport.tools.bench.random_weights import inflate, is_skeleton
+from spaceport.tools.bench.random_weights import CONFIG_FILE, inflate, is_skeleton
 from spaceport.tools.bench.steps import Budget, EngineSteps, StepOptions, measure_backend, steps_report
 from spaceport.tools.cli.bench import parse_counts, parse_numbers
 from spaceport.tools.cli.options import (
@@ -47,6 +48,9 @@ from spaceport.tools.terminal.screen import show_notes
     metavar="P,P,…",
     help="Also decode synthetic text with this acceptance rate by depth, plain and drafted.",
 )
+@click.option(
+    "--transformers", is_flag=True, help="Also time plain decoding of transformers; for a folder of `bench random`."
+)
 @click.option("--budget", type=DURATION, metavar="TIME", help="Begin no further figure after this time, such as 4m.")
 @click.option("--save", type=PATH, metavar="FILE", help="Rewrite FILE as JSON after each figure.")
 @threads_option
@@ -60,6 +64,7 @@ def command(
     backends: tuple[str, ...],
     without_graphs: bool,
     replay: str | None,
+    transformers: bool,
     budget: float | None,
     save: Path | None,
     threads: int,
@@ -73,21 +78,31 @@ def command(
     counts, seconds = parse_counts("--rows", rows), float("inf") if budget is None else budget
     options = StepOptions(counts, context, rounds, threads, trust_engines, without_graphs, accepted, seconds)
     left = Budget(seconds)
+    random = is_skeleton(bundle)
+    if transformers and not random:
+        raise OptionFault(f"--transformers with {bundle}: expected a folder that `spaceport bench random` wrote")
     if save is not None:
         check_target(save)
     measured: list[EngineSteps] = []
+    times: dict[str, float] = {}
 
     def report() -> None:
         if save is not None:
-            write_text(save, json.dumps(steps_report(measured, options).data))
+            write_text(save, json.dumps(steps_report(measured, options, times).data))
 
     with TemporaryDirectory() as scratch:
-        folder = bundle
-        if is_skeleton(bundle):
-            folder = Path(scratch) / bundle.absolute().name
+        folder = Path(scratch) / bundle.absolute().name if random else bundle
+        if random:
             inflate(bundle, folder)
         opened = open_bundle(folder)
         for name in dict.fromkeys(backends):
             measure_backend(opened, name, options, left, measured, report)
+    if transformers and left.left > 0:
+        from spaceport.tools.bench.on_transformers import decoding_times
+
+        dtype = opened.manifest.signature.dtype
+        for name, milliseconds in decoding_times(bundle / CONFIG_FILE, dtype, context, rounds):
+            times[name] = milliseconds
+            report()
     show_notes(list(dict.fromkeys(note for steps in measured for note in steps.notes)))
-    steps_report(measured, options).show(as_json)
+    steps_report(measured, options, times).show(as_json)

@@ -403,8 +403,6 @@ def _truncate(sample: Sample, encoder: ConversationEncoder, cutoff: int) -> Samp
     for index, parent in enumerate(sample.parents):
         positions[index] = 0 if parent == NO_PARENT else positions[parent] + 1
     keep = positions < cutoff
-    if keep.all():
-        return sample
     childless = sample.ids == encoder.tokens.child
     childless[sample.parents[keep & (sample.parents != NO_PARENT)]] = False
     keep &= ~childless

@@ -74,8 +74,7 @@ def _copy_generation(own: Path, target: Path, end: tuple[int, ...]) -> None:
 
 def write_adapter_only(folder: Path, tunable: TunableModel, tuned: MergedModel) -> None:
     """Write a gated adapter and the embeddings of the special tokens as an adapter folder, without base weights."""
-    if tuned.adapter is None or tunable.base is None:
-        raise ValueError("the model has no gated adapter: expected method gated-lora")
+    assert tunable.base is not None, "the method is gated-lora"
     write_adapter_folder(
         folder,
         tunable.base,

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import errno
 import os
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -35,8 +34,6 @@ from spaceport.verify.cases import CheckOptions
 if TYPE_CHECKING:
     from spaceport.verify.accuracy import LogitDifference
     from spaceport.verify.check import CheckReport
-
-_READ_ONLY = "{} is read-only: the report is printed to stdout and not saved in the bundle"
 
 
 @sections(
@@ -79,8 +76,12 @@ def command(bundle: Path, allow_links: bool, as_json: bool, **given: Any) -> int
         require_adapter_folder(options.adapter)
     writable = os.access(opened.path, os.W_OK)
     if not writable:
-        click.echo(f"{_READ_ONLY.format(opened.path)}; --json prints all of it", err=True)
+        click.echo(
+            f"{opened.path} is read-only: the report is printed to stdout and not saved in the bundle; --json prints all of it",
+            err=True,
+        )
     # torch is imported only once the paths are valid
+    from spaceport.verify.accuracy import write_report
     from spaceport.verify.check import check
 
     with stages() as stage:
@@ -90,20 +91,8 @@ def command(bundle: Path, allow_links: bool, as_json: bool, **given: Any) -> int
     else:
         show_report(report)
     if writable:
-        _save_report(opened.path, report)  # last: the result is shown even if that fails
+        write_report(opened.path, report.as_dict())  # last: the result is shown even if that fails
     return OK if report.passed else ACCURACY
-
-
-def _save_report(bundle: Path, report: CheckReport) -> None:
-    """Save the report in the bundle, unless the bundle has become read-only."""
-    from spaceport.verify.accuracy import write_report
-
-    try:
-        write_report(bundle, report.as_dict())
-    except OSError as error:
-        if error.errno not in (errno.EROFS, errno.EACCES, errno.EPERM):
-            raise
-        click.echo(_READ_ONLY.format(bundle), err=True)
 
 
 def show_report(report: CheckReport) -> None:

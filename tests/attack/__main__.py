@@ -4,14 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from concurrent.futures import ProcessPoolExecutor
-from functools import partial
 from multiprocessing import get_context
 from pathlib import Path
 
 import click
 
 from attack.mutations import damaged_bundles, mutated_bundles
-from attack.outcome import Budget, Outcome, table, timed
+from attack.outcome import Budget, Outcome, table
 from attack.requests import hostile_requests
 from attack.service import soak, strangers
 from support.exported import bundle_in
@@ -28,13 +27,13 @@ def _mutations(work: Path, seed: int, budget: Budget) -> list[Outcome]:
     """Files of a bundle in float32, and the graph of a native one."""
     parts = {"float32": mutated_bundles, "int8": damaged_bundles}
     half = Budget(budget.seconds / len(parts), budget.cases)
-    return [timed(partial(part, _bundle(TINY, name), work, seed, half)) for name, part in parts.items()]
+    return [part(_bundle(TINY, name), work, seed, half) for name, part in parts.items()]
 
 
 PARTS: dict[str, Callable[[Path, int, Budget], list[Outcome]]] = {
     "mutations": _mutations,
-    "requests": lambda work, seed, budget: [timed(partial(hostile_requests, _bundle(DEMO), seed, budget))],
-    "soak": lambda work, seed, budget: [timed(partial(soak, _bundle(DEMO), seed, budget))],
+    "requests": lambda work, seed, budget: [hostile_requests(_bundle(DEMO), seed, budget)],
+    "soak": lambda work, seed, budget: [soak(_bundle(DEMO), seed, budget)],
     "service": lambda work, seed, budget: strangers(_bundle(DEMO), seed, budget),
 }
 

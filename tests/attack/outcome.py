@@ -7,7 +7,7 @@ import re
 import threading
 import time
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -24,7 +24,8 @@ class Outcome:
     counts: Counter[str] = field(default_factory=Counter)  # what happened, without failures
     failures: list[str] = field(default_factory=list)
     figures: dict[str, str] = field(default_factory=dict)  # measurements
-    seconds: float = 0.0
+    seconds: float = 0.0  # until its last case
+    _began: float = field(default_factory=time.monotonic)
     _lock: threading.Lock = field(default_factory=threading.Lock)
 
     def note(self, case: str, result: str, fine: bool) -> None:
@@ -32,6 +33,7 @@ class Outcome:
         with self._lock:
             self.cases += 1
             self.counts[result] += 1
+            self.seconds = time.monotonic() - self._began
             if not fine:
                 self.failures.append(f"{case}: {result}")
 
@@ -50,14 +52,6 @@ class Budget:
             if number and time.monotonic() > end:
                 return
             yield number
-
-
-def timed(part: Callable[[], Outcome]) -> Outcome:
-    """The outcome of a part, with the seconds that it took."""
-    began = time.monotonic()
-    outcome = part()
-    outcome.seconds = time.monotonic() - began
-    return outcome
 
 
 def memory_of(process: int, name: str = "VmRSS") -> float:

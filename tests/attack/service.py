@@ -97,8 +97,8 @@ def strangers(bundle: Path, seed: int, budget: Budget) -> list[Outcome]:
             expected = _expected(target, QUIET)
             memories = [memory_of(process)]
             for name in names:
-                outcome = Outcome(name, seed, seconds=budget.seconds / len(STRANGERS))
-                _attack(outcome, target, process, expected, step, clients, memories)
+                outcome, seconds = Outcome(name, seed), budget.seconds / len(STRANGERS)
+                _attack(outcome, seconds, target, process, expected, step, clients, memories)
                 outcomes.append(outcome)
             if budget.seconds >= _LONG and memories[-1] > _MOST_GROWTH * max(memories[: len(memories) // 2 + 1]):
                 outcomes[-1].failures.append(f"memory grows: {memories} MiB")
@@ -107,6 +107,7 @@ def strangers(bundle: Path, seed: int, budget: Budget) -> list[Outcome]:
 
 def _attack(
     outcome: Outcome,
+    seconds: float,
     target: Target,
     process: int,
     expected: dict[str, object],
@@ -117,32 +118,32 @@ def _attack(
     """Measure quiet clients a quarter of the time alone, then beside an attack, whose peak of memory counts."""
 
     def client(until: float) -> list[float]:
-        seconds: list[float] = []
+        took: list[float] = []
         while time.monotonic() < until:
-            name, began = [*QUIET][len(seconds) % len(QUIET)], time.perf_counter()
+            name, began = [*QUIET][len(took) % len(QUIET)], time.perf_counter()
             _ask(outcome, target, name, QUIET[name], expected)
-            seconds.append(time.perf_counter() - began)
+            took.append(time.perf_counter() - began)
             time.sleep(0.01)
-        return seconds
+        return took
 
     times = []
     Path(f"/proc/{process}/clear_refs").write_text("5")  # the peak is that of this attack
     for share, attack in ((0.25, nullcontext()), (0.75, _attacker(outcome.attack, target, outcome))):
         with attack, ThreadPoolExecutor(clients) as pool:
             time.sleep(0.5 if times else 0)  # until it attacks
-            until = time.monotonic() + share * outcome.seconds
-            times.append([seconds for each in pool.map(client, [until] * clients) for seconds in each])
+            until = time.monotonic() + share * seconds
+            times.append([took for each in pool.map(client, [until] * clients) for took in each])
     peak = memory_of(process, "VmHWM")
     time.sleep(_REST)
     memories.append(memory_of(process))
-    alone, beside = (float(np.percentile(one or [outcome.seconds], 99)) for one in times)
+    alone, beside = (float(np.percentile(one or [seconds], 99)) for one in times)
     outcome.figures = {
         "p99 alone": f"{alone:.2f} s",
         "beside": f"{beside:.2f} s",
-        "longest": f"{max(times[1], default=outcome.seconds):.2f} s",
+        "longest": f"{max(times[1], default=seconds):.2f} s",
         "MiB": f"{memories[-2]:.0f}, peak {peak:.0f}, after {memories[-1]:.0f}",
     }
-    if outcome.seconds >= _JUDGED and beside > _MOST_RATIO * alone + step:
+    if seconds >= _JUDGED and beside > _MOST_RATIO * alone + step:
         outcome.failures.append(f"p99 {beside:.2f} s beside it, {alone:.2f} s alone, a step {step:.2f} s")
     if peak > memories[-2] + _MOST_PEAK:
         outcome.failures.append(f"memory {memories[-2]:.0f} MiB before, {peak:.0f} MiB at the peak")

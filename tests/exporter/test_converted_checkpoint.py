@@ -188,9 +188,7 @@ def test_all_tensors_are_read_and_a_missing_shard_is_refused(format: Format, sha
     assert all(torch.equal(state[name], tensor) for name, tensor in WEIGHTS.items())
     for missing in tmp_path.glob("*-00002-of-00003*"):
         missing.unlink()
-        with pytest.raises(
-            CheckpointError, match=f"the weight file {missing.name} is missing: expected 3 files, as .*"
-        ):
+        with pytest.raises(CheckpointError, match=f"file {missing.name} is missing: expected 3 files, as"):
             read_state(weight_files(tmp_path, pickles=True))
 
 

@@ -225,9 +225,7 @@ def test_the_file_and_the_entry_of_a_mechanism_belong_together(tmp_path: Path) -
     with pytest.raises(CheckpointError, match=f"names draft_correction, but there is no {FACTORS_FILE}: copy it"):
         read_mechanisms(tmp_path, read_sar_config(tmp_path))
     written(tmp_path, sar={"mechanisms": {"preloaded_slots": {"slots": 2}}})
-    with pytest.raises(
-        CheckpointError, match=r"mechanisms has 'preloaded_slots': expected draft_correction, phrases, input_r"
-    ):
+    with pytest.raises(CheckpointError, match="mechanisms has 'preloaded_slots': expected draft_correction, phrases"):
         read_mechanisms(tmp_path, read_sar_config(tmp_path))
 
 

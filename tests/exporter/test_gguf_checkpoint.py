@@ -203,9 +203,7 @@ def test_unsupported_architectures_and_tensors_are_refused_by_name(tmp_path: Pat
     with pytest.raises(CheckpointError, match=r"blk.0.ffn_down.weight has type TQ1_0, which is not supported: exp"):
         read_gguf(write_gguf(file, random_model(), {"blk.0.ffn_down.weight": "TQ1_0"}))
     unknown = write_gguf(file, random_model(), tensors={"rope_freqs.weight": np.ones(8, np.float32)})
-    with pytest.raises(
-        CheckpointError, match=r"tensor rope_freqs.weight has no counterpart in a llama model of transformers"
-    ):
+    with pytest.raises(CheckpointError, match=r"tensor rope_freqs.weight has no counterpart in a llama model"):
         opened(unknown)
 
 

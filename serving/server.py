@@ -30,19 +30,14 @@ class Server(uvicorn.Server):
         self._service = service
         self._stop_at: float | None = None
         self._trim_at = monotonic() + _TRIM
-        self._unannounced: list[socket.socket] = []  # that it listens on, until all bundles are open
-
-    async def startup(self, sockets: list[socket.socket] | None = None) -> None:
-        """Begin to listen; uvicorn logs no address for a socket that it is given."""
-        await super().startup(sockets)
-        self._unannounced = list(sockets or ())
+        self._announced = False
 
     def _announce(self) -> None:
-        """Log the addresses at which requests are accepted now."""
-        for listener in self._unannounced:
+        """Log the addresses at which requests are accepted now; uvicorn logs none for a socket that it is given."""
+        for listener in (listener for server in self.servers for listener in server.sockets):
             host, port = listener.getsockname()[:2]
             log.info("running on http://%s:%d", f"[{host}]" if ":" in host else host, port)
-        self._unannounced = []
+        self._announced = True
 
     def handle_exit(self, sig: int, frame: FrameType | None) -> None:
         """Begin to stop; a second signal ends the time that running requests have."""
@@ -55,7 +50,7 @@ class Server(uvicorn.Server):
 
     async def on_tick(self, counter: int) -> bool:
         """Close the connections of late clients, return freed memory; whether to stop now. Called ten times per second."""
-        if self._service.models:
+        if self._service.models and not self._announced:
             self._announce()
         now = asyncio.get_running_loop().time()
         for connection in list(self.server_state.connections):

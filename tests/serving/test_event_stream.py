@@ -37,20 +37,13 @@ class Client:
             self.ended = not message["more_body"]
 
 
-class Events:
-    """Events, one of which may be an error or never come (None), and whether they were closed."""
+def exchange(*contents: bytes | Exception | None, **client: Any) -> tuple[Client, set[str]]:
+    """A client after a stream of these events, of which one may be an error or never come (None), and what was closed."""
+    closed: set[str] = set()
 
-    def __init__(self, *contents: bytes | Exception | None) -> None:
-        self.closed = False  # by the end of the generator
-        self.ended = False
-        self._contents = contents
-
-    def close(self) -> None:
-        self.ended = True
-
-    async def generate(self) -> AsyncGenerator[bytes, None]:
+    async def events() -> AsyncGenerator[bytes, None]:
         try:
-            for content in self._contents:
+            for content in contents:
                 if content is None:
                     await asyncio.Event().wait()
                 elif isinstance(content, Exception):
@@ -58,41 +51,37 @@ class Events:
                 else:
                     yield content
         finally:
-            self.closed = True
+            closed.add("events")
 
-
-def exchange(*contents: bytes | Exception | None, **client: Any) -> tuple[Client, Events]:
-    """A client after a stream of these events, and the events."""
-
-    async def run() -> tuple[Client, Events]:
-        events, reader = Events(*contents), Client(**client)
-        stream = EventStream(events.generate(), events.close, ping=0.05, send_timeout=0.1)
+    async def run() -> Client:
+        reader = Client(**client)
+        stream = EventStream(events(), lambda: closed.add("request"), ping=0.05, send_timeout=0.1)
         await asyncio.wait_for(stream({}, reader.receive, reader.send), 60)  # type: ignore[arg-type]
-        return reader, events
+        return reader
 
-    return asyncio.run(run())
+    return asyncio.run(run()), closed
 
 
 def test_a_silent_stream_sends_comments_until_its_client_leaves() -> None:
-    client, events = exchange(b"1", None, leaves=4)
+    client, closed = exchange(b"1", None, leaves=4)
     assert client.sent == [b"1", *[b": ping\n\n"] * 3]
-    assert (client.ended, events.closed) == (False, True)
+    assert (client.ended, closed) == (False, {"events", "request"})
 
 
 def test_an_error_is_the_last_event() -> None:
-    client, events = exchange(b"1", OptionFault("no token can follow"))
+    client, closed = exchange(b"1", OptionFault("no token can follow"))
     error = {"message": "no token can follow", "type": "invalid_request_error", "param": None, "code": None}
     assert client.sent == [b"1", event({"error": error}), DONE, b""]
-    assert events.closed
+    assert closed == {"events", "request"}
 
 
 @pytest.mark.parametrize("reads", [0, 3])
 def test_a_client_that_stops_reading_loses_its_stream(reads: int) -> None:
-    client, events = exchange(b"1", b"2", b"3", b"4", b"5", reads=reads)
+    client, closed = exchange(b"1", b"2", b"3", b"4", b"5", reads=reads)
     assert (client.sent, client.ended) == ([b"1", b"2", b"3"][:reads], False)
-    assert (events.closed, events.ended) == (True, True)
+    assert closed == {"events", "request"}
 
 
 def test_a_client_that_left_before_the_first_event_ends_the_request() -> None:
-    _, events = exchange(b"1", broken=True)
-    assert (events.closed, events.ended) == (False, True)
+    _, closed = exchange(b"1", broken=True)
+    assert closed == {"request"}

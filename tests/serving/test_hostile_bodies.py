@@ -197,34 +197,21 @@ def test_values_of_unknown_fields_are_never_built() -> None:
 
 
 MANY_PARTS = {"role": "user", "content": [{"type": "text", "text": ""}] * 5000}
-MANY_BIASES = dict.fromkeys(map(str, range(5000)), 1)
+MANY_BIASES = {"n": 16, "logit_bias": dict.fromkeys(map(str, range(5000)), 1)}
+MANY_TURNS = {"messages": [{"role": "user", "content": "a"}] * 30_000}
+EMPTY_MESSAGES = {"prompt": None, "messages": [{}] * 5000}
 LARGE = {"type": "object", "properties": {f"name{index:05}": {"type": "string"} for index in range(2500)}}
 
 
 @pytest.mark.parametrize(
     ("path", "fields", "status", "message"),
     [
-        (
-            "/tokenize",
-            {"prompt": None, "messages": [{}] * 5000},
-            400,
-            "messages has 5000 entries: expected at most 4096",
-        ),
+        ("/tokenize", EMPTY_MESSAGES, 400, "messages has 5000 entries: expected at most 4096"),
         ("/v1/responses", {"input": [{}] * 5000}, 400, "input has 5000 entries: expected at most 4096"),
         ("/v1/chat/completions", {"messages": [MANY_PARTS]}, 400, "a message has 5000 parts: expected at most 4096"),
         ("/v1/chat/completions", {"messages": [{"role": "user", "content": "x" * 1400}] * 3}, 400, "prompt_chars"),
-        (
-            "/v1/chat/completions",
-            {"messages": [{"role": "user", "content": "a"}] * 30_000},
-            413,
-            "more than 300000 bytes",
-        ),
-        (
-            "/v1/completions",
-            {"n": 16, "logit_bias": MANY_BIASES},
-            400,
-            "logit_bias has 5000 entries: expected at most 1024",
-        ),
+        ("/v1/chat/completions", MANY_TURNS, 413, "more than 300000 bytes"),
+        ("/v1/completions", MANY_BIASES, 400, "logit_bias has 5000 entries: expected at most 1024"),
         ("/v1/completions", {"prompt": "x" * 4001}, 400, "prompt_chars"),
         ("/v1/completions", {"prompt": ["x"] * 65}, 400, "65 prompts: expected at most 64"),
         ("/v1/completions", {"max_tokens": 10**9}, 200, "finish_reason"),

@@ -65,9 +65,11 @@ def test_ids_are_those_of_the_client_if_they_are_printable_and_short(client: Tes
         headers = [(b"X-Request-Id", wrong.encode("latin-1"))]
         found = {client.get("/v1/models", headers=headers).headers["x-request-id"] for _ in range(2)}
         assert [re.fullmatch("[0-9a-f]{32}", one) is not None for one in found] == [True, True]
-    for path, key in (("/nothing", KEY), ("/v1/models", "no")):
-        response = client.get(path, headers={"X-Request-Id": "wrong", "Authorization": f"Bearer {key}"})
-        assert response.headers["x-request-id"] == "wrong"
+    with logged(JsonLines()) as text:
+        for path, key in (("/nothing", KEY), ("/v1/models", "no")):
+            response = client.get(path, headers={"X-Request-Id": "wrong", "Authorization": f"Bearer {key}"})
+            assert response.headers["x-request-id"] == "wrong"
+    assert [entry["route"] for entry in entries(text)] == ["-", "/v1/models"]
 
 
 # Entries

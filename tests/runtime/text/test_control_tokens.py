@@ -230,17 +230,9 @@ USES: list[tuple[Callable[[nodes.Template], bool], bool, str]] = [
     (joins_arguments, False, "{% if c.arguments is string %}{{ c.arguments }}{% endif %}"),
     (reads_parts, True, "{% for p in m['content'] | selectattr('a') %}{{ p }}{% endfor %}"),
     (reads_parts, True, "{% set parts = m['content'] %}{% for p in parts %}{{ p.text }}{% endfor %}"),
-    (
-        reads_parts,
-        True,
-        "{% macro f(content) %}{% for p in content %}{{ p }}{% endfor %}{% endmacro %}{{ f(m.content) }}",
-    ),
+    (reads_parts, True, "{% macro f(content) %}{% for p in content %}{{ p }}{% endfor %}{% endmacro %}"),
     (reads_parts, False, "{{ m['content'] | trim }}{% for c in m.calls %}{{ c }}{% endfor %}"),
-    (
-        reads_parts,
-        False,
-        "{% set content = m.content %}{{ content }}{% for m in messages[1:] %}{{ m.role }}{% endfor %}",
-    ),
+    (reads_parts, False, "{% set content = m.content %}{{ content }}{% for m in messages %}{{ m }}{% endfor %}"),
     (compares_content, True, "{% if m.content is none %}{% endif %}"),
     (compares_content, False, "{% if tools is none or m.content is string %}{% endif %}"),
 ]

@@ -64,6 +64,12 @@ def test_two_packages_of_onnxruntime_are_a_problem(
     assert "pip uninstall onnxruntime onnxruntime-gpu" in problem
 
 
+def test_without_a_ready_backend_doctor_fails(no_probes: None, monkeypatch: pytest.MonkeyPatch, capfd: Capture) -> None:
+    monkeypatch.setattr(doctor, "_probe", lambda code, name: (False, [f"no {name}"]))
+    assert run(["doctor"]) == MISSING
+    assert "problem: " not in capfd.readouterr().out
+
+
 def test_a_library_that_crashes_its_process_is_not_ready() -> None:
     assert doctor._probe("import os; os.abort()", "") == (False, ["the process crashed with exit code -6"])
     assert doctor._probe("import sys; print(3); sys.exit('no ' + sys.argv[1])", "gpu") == (False, ["no gpu"])

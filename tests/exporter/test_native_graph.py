@@ -18,9 +18,11 @@ from numpy.typing import NDArray
 from onnx import TensorProto, helper
 from transformers import PreTrainedModel
 
+from spaceport.exporter.export import ExportOptions, export
 from spaceport.exporter.native_graph import OPSET, NativeGraph
 from spaceport.exporter.native_weights import Matrix, RoundedWeights, rounded
 from spaceport.graphs import find_parts
+from spaceport.graphs.contract.formats import FORMATS
 from spaceport.graphs.contract.manifest import DATA_FILE, MODEL_FILE
 from spaceport.graphs.gated import ALL_LINEAR, adapter_state, gate_model, uniform_rows
 from spaceport.graphs.heads import Heads, expected_shapes
@@ -29,11 +31,12 @@ from spaceport.graphs.parts import Experts, Linear, Mlp
 from spaceport.kernels.functions import nodes_of
 from spaceport.kernels.native_library import DOMAIN
 from spaceport.kernels.packing import WEIGHT_FORMATS, packed_bytes, quantize
-from support.families import VOCAB, family_of
+from support.families import VOCAB, build, family_of
 from support.layouts import Layout, fed
 from support.mask_rows import require_other_mask_rows_alone
 from support.native_models import SUPPORTED, NativeFiles, NativeModel, built, rms, rounded_logits, tokens
 from support.native_operators import library, options
+from support.published import write_checkpoint
 
 pytestmark = pytest.mark.skipif(library() is None, reason="no C++ compiler")
 
@@ -351,3 +354,19 @@ def test_a_gate_and_an_up_matrix_of_two_formats_are_two_nodes(name: str, folder:
             weight.copy_(torch.from_numpy(quantize(weight.numpy(), "int5").dequantized()))
     assert rms(found, rounded_logits(model, TEXT)) <= ROUNDING
     assert fed(files.engine(), TEXT, Layout((1,))).tobytes() == found.tobytes()
+
+
+@pytest.mark.slow
+def test_of_other_families_native_operators_compute_the_products(tmp_path: Path) -> None:
+    family, sizes = family_of("ministral3"), {"vocab_size": 640, "hidden_size": 64, "intermediate_size": 96}
+    model, stages = build(replace(family, options={**family.options, **sizes})), list[str]()
+    checkpoint, bundle = write_checkpoint(tmp_path / "ministral", model), tmp_path / "bundle"
+    manifest = export(checkpoint, bundle, ExportOptions(FORMATS["int8"]), on_stage=stages.append)
+    assert any(stage.endswith("; native operators compute its products only") for stage in stages)
+    graph = onnx.load(bundle / MODEL_FILE, load_external_data=False).graph
+    products = [node.op_type for node in graph.node if node.domain == DOMAIN]
+    assert products == ["NormProduct"] * (7 * 2 + 1)  # seven of each layer, and the logits
+    found = fed(NativeFiles(bundle, manifest.signature).engine(), TEXT, Layout((40,)))
+    with torch.no_grad():
+        expected = model(input_ids=torch.tensor([TEXT])).logits[0].numpy()
+    assert 0 < rms(found, expected) <= 2 * ROUNDING

@@ -62,10 +62,8 @@ def grouped_attention(
     """The attention output of every row: B x H x T x D."""
     if mask.dtype == torch.bool:
         if torch.onnx.is_in_onnx_export():
-            attributes: dict[str, Any] = {
-                "scale": float(scale),
-                **({} if softcap is None else {"softcap": float(softcap)}),
-            }
+            attributes: dict[str, Any] = {"scale": float(scale)}
+            attributes |= {} if softcap is None else {"softcap": float(softcap)}
             inputs = (query, key, value, mask)
             return symbolic("Attention", inputs, attributes, dtype=query.dtype, shape=query.shape)
         mask = additive_mask(mask, query.dtype)

@@ -157,9 +157,8 @@ def _compare(decoder: Decoder, ids: Tensor, expected: Tensor) -> None:
     shape = (1, signature.kv_heads, capacity, signature.head_dim)
     past = [torch.zeros(shape, dtype=decoder.model.dtype, device=ids.device) for _ in signature.past]
     generator = torch.Generator().manual_seed(1)
-    order = torch.cat(
-        (torch.arange(half), half + torch.randperm(length - half, generator=generator))
-    )  # positions in feeding order
+    # positions in feeding order
+    order = torch.cat((torch.arange(half), half + torch.randperm(length - half, generator=generator)))
     slots = torch.arange(capacity - length, capacity)  # of the rows in feeding order: consecutive, at the buffer's end
     if signature.lowering == "scatter":
         slots = torch.randperm(capacity, generator=generator)[:length]

@@ -41,9 +41,8 @@ class Exactness:
 
     rows: float  # with the number of rows in a call
     slots: float  # with the order of the KV slots that a row sees
-    tolerated: (
-        float  # noise that changes nothing but near-ties; 0 with native operators, whose rounding amplifies any noise
-    )
+    # noise that changes nothing but near-ties; 0 with native operators, whose rounding amplifies any noise
+    tolerated: float
     widths: tuple[int, ...] = ()  # numbers of rows that were compared with one row; empty: nothing was measured
 
     def __post_init__(self) -> None:

@@ -6,8 +6,6 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import Annotated, Literal, get_args
 
-import numpy as np
-
 from spaceport.graphs.contract.json_fields import between
 
 Lowering = Literal["scatter", "append"]
@@ -22,7 +20,7 @@ PRECISIONS: tuple[Precision, ...] = get_args(Precision)
 
 @dataclass(frozen=True)
 class Dtype:
-    """A tensor type."""
+    """A tensor type; numpy has those of the same name, except bfloat16."""
 
     bytes: int  # of one element
     onnx: int  # element type number: onnx.TensorProto.DataType
@@ -38,16 +36,6 @@ DTYPES = {
     "int8": Dtype(1, 3, "int8", "INT8"),
     "bool": Dtype(1, 9, "bool", "BOOL"),
 }
-
-# numpy has no bfloat16.
-NUMPY: dict[str, type[np.generic]] = {
-    "float32": np.float32,
-    "float16": np.float16,
-    "int64": np.int64,
-    "int8": np.int8,
-    "bool": np.bool_,
-}
-
 
 STEP_ROWS = 128  # maximum rows per request in a decode step, over all its threads
 # Tokens per row that an engine selects: more than the forbidden tokens plus the candidates that a draft needs.

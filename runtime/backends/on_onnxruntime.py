@@ -19,7 +19,7 @@ from onnxruntime.capi import onnxruntime_pybind11_state
 from spaceport.graphs.contract.faults import OptionFault
 from spaceport.graphs.contract.formats import FORMATS, Format, Weights
 from spaceport.graphs.contract.manifest import MODEL_FILE, SELECTION_FILE
-from spaceport.graphs.contract.signature import DTYPES, NUMPY, Signature, Tensor, selection_width
+from spaceport.graphs.contract.signature import DTYPES, Signature, Tensor, selection_width
 from spaceport.kernels.native_library import DOMAIN, library_path, register
 from spaceport.runtime.backends.graph_file import (
     ExternalTensor,
@@ -85,7 +85,7 @@ class OnnxRuntimeEngine(Engine):
         # One block of keys and values, so that one statement moves slots in all layers, and one of their scales.
         # Zeroed, since 0 * NaN is NaN. Axes: buffers, requests, heads, slots, numbers.
         shape = (2 * signature.layers, requests, signature.kv_heads, capacity, signature.head_dim)
-        self._memory = KvMemory(shape, NUMPY[signature.kv_dtype])
+        self._memory = KvMemory(shape, np.dtype(signature.kv_dtype))
         self._kv = [self._memory.array]
         if signature.has_scales:
             scales = (signature.layers, requests, 2 * signature.kv_heads, capacity, 1)
@@ -175,7 +175,7 @@ class OnnxRuntimeEngine(Engine):
         for tensor in (*self.signature.rows, self.signature.outputs[0]):
             dims = tuple(sizes[size] if isinstance(size, str) else size for size in tensor.shape)
             if tensor.name not in self._flat or self._flat[tensor.name].size < prod(dims):
-                self._flat[tensor.name] = np.empty(prod(dims), NUMPY[tensor.dtype])
+                self._flat[tensor.name] = np.empty(prod(dims), np.dtype(tensor.dtype))
                 self._calls.clear()  # they use the memory that this replaces
             arrays[tensor.name] = self._flat[tensor.name][: prod(dims)].reshape(dims)
         if len(self._calls) == _MOST_CALLS:

@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from spaceport.graphs.contract.signature import DTYPES, NUMPY, VISIBLE_STEP, Signature, logit_rows
+from spaceport.graphs.contract.signature import DTYPES, VISIBLE_STEP, Signature, logit_rows
 from spaceport.runtime.engine import Batch
 
 # Rows that calls are padded to: the most frequent widths of steps, then multiples of 64.
@@ -95,7 +95,7 @@ class Staging:
         rows, visible, ranges = batch.input_ids.shape[1], batch.attention_mask.shape[-1], self.ranges(shape)
         for tensor in self._signature.rows:
             offset, dims = ranges[tensor.name]
-            view = np.ndarray(dims, NUMPY[tensor.dtype], block, offset)
+            view = np.ndarray(dims, np.dtype(tensor.dtype), block, offset)
             values = getattr(batch, tensor.name)
             if tensor.name == "slot_ids":
                 self._write_slots(view, values)

@@ -150,11 +150,14 @@ def test_products_beside_one_in_pairs_have_its_rounded_rows(dice: np.random.Gene
         assert close(found, right, EXACT)
 
 
+@pytest.mark.parametrize("rows", [5, 6, 9, 18])  # formats have tiles of other sizes
 @pytest.mark.parametrize("kind", ["none", "rms", "layer"])
-def test_norm_product_puts_products_of_several_formats_side_by_side(dice: np.random.Generator, kind: str) -> None:
+def test_norm_product_puts_products_of_several_formats_side_by_side(
+    dice: np.random.Generator, kind: str, rows: int
+) -> None:
     inputs, widths, formats = 512, (64, 40, 32), ("int4", "int8_k16", "int8")
     weights = [random_weights(dice, name, width, inputs) for name, width in zip(formats, widths, strict=True)]
-    x, gain, shift = normal(dice, 7, inputs) * 3 + 1, normal(dice, inputs), normal(dice, inputs)
+    x, gain, shift = normal(dice, rows, inputs) * 3 + 1, normal(dice, inputs), normal(dice, inputs)
     bias = normal(dice, 40)
     feeds = {"x": x, "gain": gain, "weights": pack(weights[0]), "weights2": pack(weights[1]), "bias2": bias}
     feeds["weights3"] = pack(weights[2])
@@ -166,16 +169,6 @@ def test_norm_product_puts_products_of_several_formats_side_by_side(dice: np.ran
     dense = np.concatenate([each.dequantized() for each in weights])
     expected = reference.product(normed, dense, np.concatenate([np.zeros(64), bias, np.zeros(32)]))
     assert close(got, expected, EXACT if kind == "none" else ROUNDED)
-
-
-@pytest.mark.parametrize("rows", [5, 6, 9, 18])
-def test_products_of_formats_with_tiles_of_other_sizes_share_their_rows(dice: np.random.Generator, rows: int) -> None:
-    weights = [random_weights(dice, name, 32, 256) for name in ("int4", "int8")]
-    feeds = {"x": normal(dice, rows, 256), "weights": pack(weights[0]), "weights2": pack(weights[1])}
-    attributes = {"norm": "none", "epsilon": 0.0, "widths": [32, 32], "formats": "int4,int8", "activation": "none"}
-    got = same_everywhere("NormProduct", feeds, attributes)
-    dense = np.concatenate([each.dequantized() for each in weights])
-    assert close(got, reference.product(feeds["x"], dense), EXACT)
 
 
 @pytest.mark.parametrize("activation", ["none", "silu", "gelu", "gelu_tanh"])

@@ -84,10 +84,9 @@ def _require_weights(folder: Path) -> None:
         raise CheckpointError(f"{folder}: no {PEFT_FILE} in it: expected an adapter folder as peft writes it")
     if not (folder / WEIGHTS_FILE).is_file():
         pickled = any(folder.glob("adapter_model*.bin"))
+        found = "its weights are pickles, which can run code when opened" if pickled else f"no {WEIGHTS_FILE} in it"
         raise CheckpointError(
-            f"{folder}: "
-            + ("its weights are pickles, which can run code when opened" if pickled else f"no {WEIGHTS_FILE} in it")
-            + f": expected {WEIGHTS_FILE}; save the adapter again with save_pretrained"
+            f"{folder}: {found}: expected {WEIGHTS_FILE}; save the adapter again with save_pretrained"
         )
 
 
@@ -183,11 +182,8 @@ def _modules(folder: Path, config: LoraConfig, checkpoint: Checkpoint) -> dict[s
     model = _empty_model(checkpoint)
     names = [name for name, _ in model.named_modules()]
     targets = config.target_modules
-    absent = (
-        []
-        if isinstance(targets, str)
-        else sorted(one for one in targets or () if not any(name == one or name.endswith(f".{one}") for name in names))
-    )
+    listed = () if isinstance(targets, str) else targets or ()
+    absent = sorted(one for one in listed if not any(name == one or name.endswith(f".{one}") for name in names))
     if absent:
         raise CheckpointError(_wrong_base(folder, checkpoint, f"has no module {absent[0]}, which target_modules names"))
     try:

@@ -7,8 +7,8 @@ import os
 import shutil
 import sys
 import threading
-from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -41,14 +41,9 @@ def record(bundle: Path) -> EngineRecord:
 def test_the_name_of_an_engine_depends_on_all_build_options() -> None:
     graph, library = ("a" * 64, "b" * 64), Library("tensorrt-rtx", SimpleNamespace(__version__="1.7"))
     options = BuildOptions("sm89", Shapes(1024, 4, 64, 512))
-    others: list[dict[str, Any]] = [
-        *({part: value} for part, value in (("target", "sm80"), ("workspace", 1 << 30))),
-        {"mask_slots": 3},
-        *(
-            {"shapes": replace(options.shapes, **{part: value})}
-            for part, value in (("capacity", 1088), ("requests", 5), ("step_rows", 65), ("prompt_rows", 513))
-        ),
-    ]
+    shapes: list[dict[str, int]] = [{"capacity": 1088}, {"requests": 5}, {"step_rows": 65}, {"prompt_rows": 513}]
+    others: list[dict[str, Any]] = [{"target": "sm80"}, {"workspace": 1 << 30}, {"mask_slots": 3}]
+    others += [{"shapes": replace(options.shapes, **shape)} for shape in shapes]
     names = [
         engine_name(graph, 50, library, options),
         engine_name(("a" * 64, "c" * 64), 50, library, options),
@@ -116,9 +111,7 @@ def test_storing_an_engine_and_exporting_again_wait_for_each_other(
         with writing(bundle, overwrite=True) as partial:
             fill(partial, b"another graph")
 
-    work: Callable[[], None] = export_again
-    if what == "storing":
-        work = lambda: store_engine(bundle, "sm80-0.engine", PLAN, record)  # noqa: E731
+    work = partial(store_engine, bundle, "sm80-0.engine", PLAN, record) if what == "storing" else export_again
     before, lock = read_manifest(bundle), os.open(bundle, os.O_RDONLY)
     fcntl.flock(lock, fcntl.LOCK_EX)
     waiting = threading.Thread(target=work)
@@ -129,10 +122,8 @@ def test_storing_an_engine_and_exporting_again_wait_for_each_other(
     os.close(lock)
     waiting.join()
     manifest = open_bundle(bundle).manifest
-    assert ("sm80-0.engine" in manifest.engines, manifest.graph != before.graph) == (
-        what == "storing",
-        what != "storing",
-    )
+    assert ("sm80-0.engine" in manifest.engines) == (what == "storing")
+    assert (manifest.graph == before.graph) == (what == "storing")
 
 
 def test_a_bundle_opens_while_an_engine_is_being_stored(bundle: Path) -> None:

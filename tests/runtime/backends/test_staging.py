@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from numpy.typing import NDArray
 
-from spaceport.graphs.contract.signature import LOWERINGS, NUMPY, Lowering, Signature, visible_length
+from spaceport.graphs.contract.signature import LOWERINGS, Lowering, Signature, visible_length
 from spaceport.runtime.backends.staging import CallShape, Staging
 from spaceport.runtime.engine import Batch
 
@@ -70,7 +70,7 @@ def test_a_call_is_found_in_its_block_and_nothing_else_is_seen(
         staging.write(batch, shape, block)
         parts = staging.ranges(shape)
         reported = {
-            tensor.name: np.ndarray(parts[tensor.name].shape, NUMPY[tensor.dtype], block, parts[tensor.name].offset)
+            tensor.name: np.ndarray(parts[tensor.name].shape, np.dtype(tensor.dtype), block, parts[tensor.name].offset)
             for tensor in contract.rows
         }
         assert staging.bytes(shape) == max(part.offset + reported[name].nbytes for name, part in parts.items())

@@ -53,13 +53,13 @@ def exchange(*contents: bytes | Exception | None, **client: Any) -> tuple[Client
         finally:
             closed.add("events")
 
-    async def run() -> Client:
+    async def run() -> tuple[Client, set[str]]:
         reader = Client(**client)
         stream = EventStream(events(), lambda: closed.add("request"), ping=0.05, send_timeout=0.1)
         await asyncio.wait_for(stream({}, reader.receive, reader.send), 60)  # type: ignore[arg-type]
-        return reader
+        return reader, {*closed}  # before the event loop closes what is left
 
-    return asyncio.run(run()), closed
+    return asyncio.run(run())
 
 
 def test_a_silent_stream_sends_comments_until_its_client_leaves() -> None:

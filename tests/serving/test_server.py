@@ -184,6 +184,8 @@ def test_the_address_is_announced_when_all_bundles_are_open(caplog: pytest.LogCa
         wait_until(announced)
         grammars = running.service.models["slow"].runtime._admission.grammars
         wait_until(lambda: bool(grammars._vocabulary))
+        time.sleep(0.2)  # two ticks
+        assert caplog.text.count("running on http://127.0.0.1:") == 1
 
 
 def test_serve_checks_folders_and_ports_before_it_opens_anything(

@@ -16,7 +16,7 @@ from spaceport.runtime.engine import Engine, slots_in_order
 
 LEAST_COPIED = 32  # tokens: for fewer, a copy saves little
 _MOST_LOST = 8  # tokens of a prefix: instead of more, its rows are copied if that overwrites no other prefix
-_TOKEN = np.dtype(">u4")  # big-endian, so that bytes are in the order of the tokens
+_SIZE = 4  # bytes of a token as a part of a key
 
 
 class Match(NamedTuple):
@@ -60,13 +60,13 @@ class PrefixCache:
         """The longest beginning of these tokens in any buffers of this salt; None: there is none."""
         if salt is None:
             return NO_MATCH
-        key = np.array(tokens, _TOKEN).tobytes()
+        key = np.array(tokens, np.uint32).tobytes()
         at = bisect_left(self._sorted, (salt, key))  # of all entries, these neighbours have the most in common
         near = [other for own_salt, other, _ in self._sorted[max(0, at - 1) : at + 1] if own_salt == salt]
         length = max([_common(key, other) for other in near], default=0)
         if not length:
             return NO_MATCH
-        size = length * _TOKEN.itemsize
+        size = length * _SIZE
         beginning = salt, key[:size]
         first = bisect_left(self._sorted, beginning)
         end = bisect_right(self._sorted, beginning, first, key=lambda entry: (entry[0], entry[1][:size]))
@@ -76,7 +76,7 @@ class PrefixCache:
         """Replace the prefix of an index."""
         self.forget(index)
         if prefix.tokens:
-            insort(self._sorted, (salt, np.array(prefix.tokens, _TOKEN).tobytes(), index))
+            insort(self._sorted, (salt, np.array(prefix.tokens, np.uint32).tobytes(), index))
             self._entries[index] = Entry(prefix, salt, next(self._clock))
 
     def touch(self, index: int) -> None:
@@ -101,7 +101,7 @@ class PrefixCache:
 
 def _common(first: bytes, second: bytes) -> int:
     """Number of tokens that two sequences begin with."""
-    length = min(len(first), len(second)) // _TOKEN.itemsize
+    length = min(len(first), len(second)) // _SIZE
     (differ,) = np.nonzero(np.frombuffer(first, np.uint32, length) != np.frombuffer(second, np.uint32, length))
     return int(differ[0]) if differ.size else length
 

@@ -65,15 +65,6 @@ def test_a_source_from_outside_is_drafted_and_counted_and_changes_no_text(
     assert counts.steps < before.statistics.steps
 
 
-def test_a_source_that_is_always_wrong_changes_no_text(monkeypatch: pytest.MonkeyPatch) -> None:
-    wrong = [token for token in range(10) for _ in range(4)]
-    monkeypatch.setitem(SOURCES, "outside", lambda config: Outside(wrong, known=1))
-    with hash_runtime(LANGUAGE) as runtime:
-        found = runtime.generate(PROMPT, Decoding(max_tokens=50, fork=False, mask_slots=0, lookup=0))
-    assert found.tokens == tuple(LANGUAGE.write(PROMPT, 50))
-    assert found.statistics.drafted_by_source["outside"] > found.statistics.accepted_by_source.get("outside", 0)
-
-
 def test_a_chain_takes_the_first_source_that_proposes_anything(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(SOURCES, "outside", lambda config: Outside((7, 8, 9, 6), known=2))
     drafter = drafter_for(DraftConfig(2, "chain"), DraftPlanner(FREE_STEPS))

@@ -264,16 +264,6 @@ def test_each_row_and_each_step_is_counted_once(draft: str, fork: bool) -> None:
     assert (*rates, nothing.mean_acceptance_length) == (0, 0, 0, None)
 
 
-def test_chains_have_the_rows_of_the_paper() -> None:
-    with hash_runtime(Language(1, end_every=10**9)) as runtime:
-        given = Decoding(max_tokens=13, draft="chain", mask_slots=2, fork=False, ignore_eos=True)
-        found = runtime.generate(PROMPT, given).statistics
-    # A group of 2 masks behind the prompt, then 2 candidates and 3 groups in each step; the last step needs one mask.
-    assert (found.steps, found.drafted_by_step) == (5, [0, 2, 2, 2, 2])
-    assert found.accepted_by_step == [0, 2, 2, 2, 2]
-    assert (found.candidate_rows, found.mask_rows) == (8, 2 + 3 * 6 + 1)
-
-
 def test_all_rows_that_calls_compute_are_counted() -> None:
     async def run(runtime: Runtime) -> list[Completion]:
         lengths = [(3, 0), (40, 5), (11, 2), (25, 0), (2, 3), (7, 5)]  # tokens of the prompt, mask slots

@@ -21,7 +21,7 @@ from spaceport.runtime.decoding import Decoding
 from spaceport.runtime.engine import EngineFault, EngineOptions, capacity_for
 from spaceport.runtime.sampling.sampler import Sampling
 from spaceport.runtime.scheduling.prefix_cache import Match, PrefixCache
-from spaceport.runtime.scheduling.request import Completion
+from spaceport.runtime.scheduling.request import Completion, Echo, Request
 from spaceport.runtime.session import Runtime
 from support.arrivals import ARRIVALS, LANGUAGES, Arrival, Scene, Trap, Trouble
 from support.hash_engine import HashEngine, Language
@@ -370,6 +370,15 @@ def test_the_next_turn_of_a_chat_reuses_its_history() -> None:
         assert found.trace is not None
         assert found.trace.record(TOKENIZER).steps[0].rows[0].positions[0] == cached(found) > 0
         assert without.status().cached_tokens == without.status().cache_queried_tokens == 0
+
+
+def test_without_a_cache_no_request_reuses_rows_or_waits_for_the_prompt_of_another() -> None:
+    for prefix_cache, salt in ((True, ""), (False, None)):
+        with hash_runtime(LANGUAGE, 200, prefix_cache=prefix_cache) as runtime:
+            for request in (Request(PROMPT, FEW), Request(PROMPT, FEW, echo=Echo(None, 0, parse_special=False))):
+                sequences = runtime._admission.prepare(request)
+                assert sequences is not None
+                assert sequences.cache_salt == salt
 
 
 def test_scores_reuse_rows_whose_logits_nobody_needs() -> None:

@@ -32,30 +32,27 @@ NO_SHIFT = MaskLayout(shift=False)
 
 
 @pytest.mark.parametrize(
-    ("rows", "tokens", "mask_slots"),
-    [(None, 3, 3), (16, 3, 3), (15, 3, 2), (12, 3, 2), (8, 3, 1), (7, 3, 0), (4, 3, 0), (3, 2, 0), (1, 0, 0)],
-)
-def test_a_chain_keeps_to_its_rows_with_fewer_mask_slots_first(rows: int | None, tokens: int, mask_slots: int) -> None:
-    draft = chain((7, 8, 9), 3, WIDE, rows)
-    assert draft.tokens == (7, 8, 9)[:tokens]
-    assert draft.masks == (mask_slots,) * (tokens + 1)
-
-
-@pytest.mark.parametrize(
-    ("remaining", "tokens", "masks"),
+    ("rows", "remaining", "tokens", "masks"),
     [
-        (1, (), (0,)),  # one token left: the last known one writes it
-        (2, (7,), (0, 0)),
-        (3, (7, 8), (1, 0, 0)),
-        (4, (7, 8, 9), (2, 1, 0, 0)),
-        (5, (7, 8, 9), (3, 2, 1, 0)),
-        (50, (7, 8, 9), (3, 3, 3, 3)),
+        # the rows end: fewer mask slots first
+        *((rows, WIDE, (7, 8, 9), (3, 3, 3, 3)) for rows in (None, 16)),
+        *((rows, WIDE, (7, 8, 9), (2, 2, 2, 2)) for rows in (15, 12)),
+        (8, WIDE, (7, 8, 9), (1, 1, 1, 1)),
+        *((rows, WIDE, (7, 8, 9), (0, 0, 0, 0)) for rows in (7, 4)),
+        (3, WIDE, (7, 8), (0, 0, 0)),
+        (1, WIDE, (), (0,)),
+        # the tokens end
+        (None, 1, (), (0,)),  # one token left: the last known one writes it
+        (None, 2, (7,), (0, 0)),
+        (None, 3, (7, 8), (1, 0, 0)),
+        (None, 4, (7, 8, 9), (2, 1, 0, 0)),
+        (None, 5, (7, 8, 9), (3, 2, 1, 0)),
     ],
 )
-def test_a_chain_has_nothing_beyond_the_token_limit(
-    remaining: int, tokens: tuple[int, ...], masks: tuple[int, ...]
+def test_a_chain_keeps_to_its_rows_and_to_the_token_limit(
+    rows: int | None, remaining: int, tokens: tuple[int, ...], masks: tuple[int, ...]
 ) -> None:
-    found = chain([7, 8, 9], 3, remaining)
+    found = chain((7, 8, 9), 3, remaining, rows)
     assert (found.tokens, found.parents, found.masks) == (tokens, tuple(range(len(tokens))), masks)
 
 

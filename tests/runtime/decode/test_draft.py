@@ -32,30 +32,27 @@ NO_SHIFT = MaskLayout(shift=False)
 
 
 @pytest.mark.parametrize(
-    ("rows", "tokens", "mask_slots"),
-    [(None, 3, 3), (16, 3, 3), (15, 3, 2), (12, 3, 2), (8, 3, 1), (7, 3, 0), (4, 3, 0), (3, 2, 0), (1, 0, 0)],
-)
-def test_a_chain_keeps_to_its_rows_with_fewer_mask_slots_first(rows: int | None, tokens: int, mask_slots: int) -> None:
-    draft = chain((7, 8, 9), 3, WIDE, rows)
-    assert draft.tokens == (7, 8, 9)[:tokens]
-    assert draft.masks == (mask_slots,) * (tokens + 1)
-
-
-@pytest.mark.parametrize(
-    ("remaining", "tokens", "masks"),
+    ("rows", "remaining", "tokens", "masks"),
     [
-        (1, (), (0,)),  # one token left: the last known one writes it
-        (2, (7,), (0, 0)),
-        (3, (7, 8), (1, 0, 0)),
-        (4, (7, 8, 9), (2, 1, 0, 0)),
-        (5, (7, 8, 9), (3, 2, 1, 0)),
-        (50, (7, 8, 9), (3, 3, 3, 3)),
+        # the rows end: fewer mask slots first
+        *((rows, WIDE, (7, 8, 9), (3, 3, 3, 3)) for rows in (None, 16)),
+        *((rows, WIDE, (7, 8, 9), (2, 2, 2, 2)) for rows in (15, 12)),
+        (8, WIDE, (7, 8, 9), (1, 1, 1, 1)),
+        *((rows, WIDE, (7, 8, 9), (0, 0, 0, 0)) for rows in (7, 4)),
+        (3, WIDE, (7, 8), (0, 0, 0)),
+        (1, WIDE, (), (0,)),
+        # the tokens end
+        (None, 1, (), (0,)),  # one token left: the last known one writes it
+        (None, 2, (7,), (0, 0)),
+        (None, 3, (7, 8), (1, 0, 0)),
+        (None, 4, (7, 8, 9), (2, 1, 0, 0)),
+        (None, 5, (7, 8, 9), (3, 2, 1, 0)),
     ],
 )
-def test_a_chain_has_nothing_beyond_the_token_limit(
-    remaining: int, tokens: tuple[int, ...], masks: tuple[int, ...]
+def test_a_chain_keeps_to_its_rows_and_to_the_token_limit(
+    rows: int | None, remaining: int, tokens: tuple[int, ...], masks: tuple[int, ...]
 ) -> None:
-    found = chain([7, 8, 9], 3, remaining)
+    found = chain((7, 8, 9), 3, remaining, rows)
     assert (found.tokens, found.parents, found.masks) == (tokens, tuple(range(len(tokens))), masks)
 
 
@@ -159,30 +156,28 @@ BEST_FIRST = [
 ]
 
 
-@pytest.mark.parametrize("rows", range(1, 9))
-def test_candidates_come_best_first_while_there_are_rows(rows: int) -> None:
-    draft = tree((CANDIDATES,), PLAN, WIDE, rows, outlook())
-    assert paths(draft) == BEST_FIRST[: rows - 1]
-    assert chances(draft) == pytest.approx((0.6, 0.3, 0.28, 0.24, 0.14, 0.112)[: rows - 1])
-    assert draft.sources == ("mask",) * len(draft.tokens)
-    assert draft.masks == (0,) * (1 + len(draft.tokens))
-    equals = predicted(candidate(t10=0.5, t11=0.25), candidate(t20=0.5))  # the first to come up is the first
-    assert paths(tree((equals,), PLAN, WIDE, rows, outlook()))[:2] == [(10,), (11,)][: rows - 1]
-
-
 @pytest.mark.parametrize(
-    ("siblings", "row", "count"),
+    ("rows", "siblings", "row", "count"),
     [
-        *((2, *pair) for pair in ((0.1, 6), (0.12, 5), (0.2, 4), (0.26, 3), (0.29, 2), (0.5, 1), (0.7, 0))),
-        (1, 0.1, 2),
-        (3, 0.1, 6),
+        *((rows, 2, 0.1, min(rows - 1, 6)) for rows in range(1, 9)),
+        *((WIDE, 2, *pair) for pair in ((0.1, 6), (0.12, 5), (0.2, 4), (0.26, 3), (0.29, 2), (0.5, 1), (0.7, 0))),
+        (WIDE, 1, 0.1, 2),
+        (WIDE, 3, 0.1, 6),
     ],
 )
-def test_a_row_that_promises_too_little_or_has_too_many_siblings_is_not_fed(
-    siblings: int, row: float, count: int
+def test_candidates_come_best_first_while_there_are_rows_that_promise_enough(
+    rows: int, siblings: int, row: float, count: int
 ) -> None:
-    draft = tree((CANDIDATES,), DraftConfig(siblings=siblings), WIDE, WIDE, outlook(row=row))
+    draft = tree((CANDIDATES,), DraftConfig(siblings=siblings), WIDE, rows, outlook(row=row))
     assert paths(draft) == BEST_FIRST[:count]
+    assert chances(draft) == pytest.approx((0.6, 0.3, 0.28, 0.24, 0.14, 0.112)[:count])
+    assert draft.sources == ("mask",) * count
+    assert draft.masks == (0,) * (1 + count)
+
+
+def test_of_equal_candidates_the_first_to_come_up_is_the_first() -> None:
+    equals = predicted(candidate(t10=0.5, t11=0.25), candidate(t20=0.5))
+    assert paths(tree((equals,), PLAN, WIDE, WIDE, outlook()))[:2] == [(10,), (11,)]
 
 
 SHIFTED = [

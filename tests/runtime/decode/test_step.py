@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-import asyncio
 from collections.abc import Callable
 from dataclasses import dataclass, replace
-from typing import get_args
+from typing import Any, get_args
 
 import numpy as np
 import pytest
@@ -24,7 +23,6 @@ from spaceport.runtime.decode.sequence_group import RequestStep, SequenceGroup
 from spaceport.runtime.decode.step import step
 from spaceport.runtime.decoding import Decoding
 from spaceport.runtime.sampling.grammar import Grammar
-from spaceport.runtime.scheduling.request import Completion
 from spaceport.runtime.session import Runtime
 from support.arrivals import DRAFT_CONFIGS, LANGUAGES
 from support.hash_engine import (
@@ -265,19 +263,16 @@ def test_each_row_and_each_step_is_counted_once(draft: str, fork: bool) -> None:
 
 
 def test_all_rows_that_calls_compute_are_counted() -> None:
-    async def run(runtime: Runtime) -> list[Completion]:
-        lengths = [(3, 0), (40, 5), (11, 2), (25, 0), (2, 3), (7, 5)]  # tokens of the prompt, mask slots
-        streams = [
-            runtime.astream([1 + index % 7] * tokens, Decoding(max_tokens=5 + 4 * index, fork=False, mask_slots=slots))
-            for index, (tokens, slots) in enumerate(lengths)
-        ]
-        return [await stream.completion() for stream in streams]
-
+    lengths = [(3, 0), (40, 5), (11, 2), (25, 0), (2, 3), (7, 5)]  # tokens of the prompt, mask slots
     for seed in range(2):
         language, computed = Language(seed, quality=50, end_every=30), list[int]()
         note = lambda batch, computed=computed: computed.append(batch.input_ids.size)  # noqa: E731
         with hash_runtime(language, requests=3, before=note) as runtime:
-            found = [one.statistics for one in asyncio.run(run(runtime))]
+            streams = [
+                runtime.stream([1 + i % 7] * tokens, Decoding(max_tokens=5 + 4 * i, fork=False, mask_slots=slots))
+                for i, (tokens, slots) in enumerate(lengths)
+            ]
+            found = [stream.completion().statistics for stream in streams]
         assert sum(one.rows + one.padding_rows for one in found) == sum(computed)
         assert sum(one.padding_rows for one in found) > 0
 
@@ -295,10 +290,14 @@ def finished(engine: HashEngine, *requests: SequenceGroup) -> Counts:
     return requests[0].statistics.drafts_limited
 
 
-def alone(language: Language, draft_config: DraftConfig, max_tokens: int, row: float = 0.0) -> Counts:
-    """A request of one thread; `row` is the cost of a further row in plain steps."""
-    engine = HashEngine(language, 200, 1)
-    return finished(engine, request_for(engine, [1, 2, 3], max_tokens, draft_config, costs=relative_costs(row)))
+def alone(
+    language: Language, draft_config: DraftConfig, max_tokens: int, row: float = 0.0, slots: int = 200, **options: Any
+) -> Counts:
+    """A request in calls of its own; `row` is the cost of a further row in plain steps."""
+    engine = HashEngine(language, slots, 1)
+    return finished(
+        engine, request_for(engine, [1, 2, 3], max_tokens, draft_config, costs=relative_costs(row), **options)
+    )
 
 
 def beside_others() -> Counts:
@@ -309,25 +308,12 @@ def beside_others() -> Counts:
     return finished(engine, *requests)
 
 
-def in_threads() -> Counts:
-    """A request with many threads, which share the rows of a step."""
-    engine = HashEngine(replace(ENDLESS, fork_every=4), 1000, 1)
-    return finished(engine, request_for(engine, [1, 2, 3], 60, MASK_SLOTS, max_threads=8, max_depth=2))
-
-
-def narrow_engine() -> Counts:
-    """A request on an engine that takes three rows in a step."""
-    engine = HashEngine(ENDLESS, 200, 1)
-    return finished(engine, request_for(engine, [1, 2, 3], 20, MASK_SLOTS, max_rows=3))
-
-
 def with_grammar() -> Counts:
     """A request whose mask slots propose a character behind which the grammar allows a space only, which is banned."""
-    engine = HashEngine(replace(USELESS, seed=47), 200, 1)
     tokenizer, vocabulary = small_vocabulary()
     banned = (*MASKS, FORK, CHILD, tokenizer.token_to_id("Ġ") or 0)
     selector = constrained(greedy(banned), Grammar(regex="(?:[abc]|Â )*"), vocabulary)
-    return finished(engine, request_for(engine, [1, 2, 3], 20, replace(MASK_SLOTS, grammar=True), selector=selector))
+    return alone(replace(USELESS, seed=47), replace(MASK_SLOTS, grammar=True), 20, selector=selector)
 
 
 @dataclass
@@ -365,8 +351,12 @@ SITUATIONS: list[tuple[Reason, Callable[[], Counts]]] = [
     ("no_candidates", lambda: alone(ENDLESS, DraftConfig(0, lookup=4), 8)),  # nothing repeats
     ("grammar", with_grammar),
     ("end_of_text", lambda: alone(ENDLESS, MASK_SLOTS, 3)),
-    ("row_limit", in_threads),
-    ("row_limit", narrow_engine),
+    # many threads share the rows of a step
+    (
+        "row_limit",
+        lambda: alone(replace(ENDLESS, fork_every=4), MASK_SLOTS, 60, slots=1000, max_threads=8, max_depth=2),
+    ),
+    ("row_limit", lambda: alone(ENDLESS, MASK_SLOTS, 20, max_rows=3)),
     ("shared_call", beside_others),
 ]
 

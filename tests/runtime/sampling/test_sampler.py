@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 import math
 from collections.abc import Collection, Sequence
 from dataclasses import replace
@@ -20,10 +19,8 @@ from spaceport.runtime.decode.draft import DraftConfig
 from spaceport.runtime.decode.sequence import NotANumber, TokenSelector, TokenSequence
 from spaceport.runtime.sampling.choice import Bans, Greedy
 from spaceport.runtime.sampling.sampler import Sampling, chooser, gumbels, noise_key, survivors
-from support.arrivals import DRAFT_CONFIGS
+from support.arrivals import DRAFT_CONFIGS, LANGUAGES
 from support.hash_engine import CHILD, END, FORK, MASKS, Cell, HashEngine, Language, Tree, completed, request_for
-
-_64_BITS = 2**64 - 1
 
 
 def scores_slowly(
@@ -58,30 +55,9 @@ def survivors_slowly(scores: Sequence[float], sampling: Sampling) -> list[int]:
     return sorted(token for token in ranked if scores[token] - max(scores) >= least)
 
 
-def probabilities_slowly(scores: Sequence[float], sampling: Sampling) -> list[float]:
-    """The probability of each token, given logits with bias, penalties and bans."""
-    tempered = [score / sampling.temperature for score in scores]
-    left = set(survivors_slowly(tempered, sampling))
-    weights = [math.exp(score - max(tempered)) if token in left else 0.0 for token, score in enumerate(tempered)]
-    return [weight / math.fsum(weights) for weight in weights]
-
-
-def noise_slowly(seed: int, path: tuple[int, ...], position: int, token: int) -> float:
-    """The noise of a token at a position."""
-    numbers = (seed, len(path), *path, position)
-    packed = b"".join(number.to_bytes(8, "little") for number in numbers)
-    key = int.from_bytes(hashlib.blake2b(packed).digest()[:8], "little")
-    mixed = mix(key, token + 1)
-    uniform = ((mixed >> 12) + 0.5) / 2**52
-    return -math.log(-math.log(uniform))
-
-
-def mix(key: int, count: int) -> int:
-    """Output number `count` of SplitMix64."""
-    z = (key + count * 0x9E3779B97F4A7C15) & _64_BITS
-    z = (z ^ (z >> 30)) * 0xBF58476D1CE4E5B9 & _64_BITS
-    z = (z ^ (z >> 27)) * 0x94D049BB133111EB & _64_BITS
-    return z ^ (z >> 31)
+def noise_at(seed: int, path: tuple[int, ...], position: int) -> list[float]:
+    """The noise of each token at a position."""
+    return gumbels(noise_key(seed, path, position), np.arange(VOCAB)).tolist()
 
 
 NO_BANS = Bans(frozenset())
@@ -104,12 +80,8 @@ PENALTIES: dict[str, st.SearchStrategy[Any]] = {
 }
 
 
-def sampling_of(temperature: float, seed: int, **options: Any) -> Sampling:
-    return Sampling(temperature, seed=seed if temperature else None, **options)
-
-
 SAMPLINGS = st.builds(
-    sampling_of,
+    Sampling,
     temperature=st.sampled_from((0, 0.3, 1, 1.7)),
     logit_bias=st.dictionaries(TOKENS, st.floats(-3, 3), max_size=3),
     banned=st.sets(TOKENS, max_size=3),
@@ -176,8 +148,8 @@ def test_the_token_is_the_best_by_slow_rules(
     scores = [(score - max(scores)) / sampling.temperature for score in scores]
     assert sampling.seed is not None
     position = len(prompt + text + ahead)
-    noised = {j: scores[j] + noise_slowly(sampling.seed, path, position, j) for j in survivors_slowly(scores, sampling)}
-    assert token == max(noised, key=lambda j: noised[j])
+    noise = noise_at(sampling.seed, path, position)
+    assert token == max(survivors_slowly(scores, sampling), key=lambda j: scores[j] + noise[j])
 
 
 @pytest.mark.torch
@@ -206,8 +178,10 @@ def test_filters_and_penalties_mean_what_they_mean_in_transformers() -> None:
             MinPLogitsWarper(min_p),
         ):
             theirs = warp(torch.LongTensor([text]), theirs)
-        ours = probabilities_slowly(scores_slowly(logits.tolist(), sampling, text, [], ()), sampling)
-        np.testing.assert_allclose(theirs.softmax(-1)[0].numpy(), ours, atol=1e-6)
+        ours = np.array(scores_slowly(logits.tolist(), sampling, text, [], ())) / 0.7
+        left = survivors_slowly(ours.tolist(), sampling)
+        ours = np.exp(ours - ours.max()) * np.isin(np.arange(60), left)
+        np.testing.assert_allclose(theirs.softmax(-1)[0].numpy(), ours / ours.sum(), atol=1e-6)
 
 
 @settings(max_examples=100)
@@ -245,7 +219,7 @@ def test_probabilities_of_candidates_are_those_of_logits_with_noise_times_the_te
     logits = line(0, 2, 1, -1, -30)
     sampling = Sampling(0.5, top_k=3, seed=9)
     (candidate,) = chooser(sampling, NO_BANS, 1).candidates(logits[None], thread_of([1], (4,)), 7, 5)
-    weights = np.exp([logits[token] + 0.5 * noise_slowly(9, (4,), 7, token) for token in range(4)])
+    weights = np.exp(logits[:4] + 0.5 * np.array(noise_at(9, (4,), 7)[:4]))
     probabilities = weights / weights.sum()
     assert set(candidate.tokens) == {0, 1, 2}
     assert candidate.probabilities == pytest.approx(probabilities[list(candidate.tokens)])
@@ -304,6 +278,7 @@ def test_tokens_that_a_vocabulary_lacks_are_refused() -> None:
 def test_noise_never_changes() -> None:
     assert noise_key(0, (), 0) == 0x1D2BA7DAB6544E13
     assert noise_key(42, (0, 2), 17) == 0xE1E7C0664B1CB734
+    assert noise_key(2**64 - 1, (3,), 2) == 0x6EAEE5B0A2650853
     noise = gumbels(0xE1E7C0664B1CB734, np.array([0, 1, 31999, 151999])).tolist()
     assert noise == pytest.approx(
         [-1.02654326453006, 1.07466523248461, 0.8479272461572842, 0.294170449021082], rel=1e-13
@@ -315,15 +290,6 @@ def test_noise_never_changes() -> None:
 
 
 UNFORKED = Bans(frozenset((*MASKS, CHILD)), FORK, CHILD, 0)
-
-LANGUAGES = st.builds(
-    Language,
-    seed=st.integers(0, 10**6),
-    quality=st.sampled_from((0, 60, 100)),
-    end_every=st.sampled_from((4, 30)),
-    fork_every=st.sampled_from((3, 9)),
-    heads=st.sampled_from((0, 3)),
-)
 
 
 def write(

@@ -7,7 +7,7 @@ import gc
 import os
 import subprocess
 import sys
-from collections.abc import Coroutine, Iterator
+from collections.abc import Callable, Coroutine, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from threading import Event, Semaphore, current_thread
@@ -20,14 +20,13 @@ import pytest
 from spaceport.graphs.contract.faults import OptionFault
 from spaceport.runtime.decoding import Decoding
 from spaceport.runtime.engine import EngineFault
-from spaceport.runtime.scheduling.request import Completion
 from spaceport.runtime.scheduling.request_queue import QueueFull
 from spaceport.runtime.scheduling.stream import AsyncStream
 from spaceport.runtime.scheduling.worker import RuntimeClosed
 from spaceport.runtime.session import Runtime
 from spaceport.runtime.text.prompt import Prompt, PromptEncoder
 from support.hash_engine import Language
-from support.hash_runtime import Steps, hash_runtime, stepwise_runtime
+from support.hash_runtime import hash_runtime, stepwise_runtime
 from support.paths import ROOT
 
 ENDLESS = Language(3, end_every=10**9)  # goes on to its limit
@@ -128,6 +127,8 @@ def test_requests_that_are_being_admitted_count_towards_the_queue(gate: Gate) ->
 def test_a_refused_request_does_not_count_any_longer() -> None:
     with hash_runtime(ENDLESS, queue_limit=0) as runtime:
         for _ in range(3):
+            with pytest.raises(RuntimeError, match="no running event loop"):
+                runtime.astream("abc", FIVE)
             with pytest.raises(OptionFault):
                 runtime.generate("a" * 100, FIVE)
             for ask in (runtime.agenerate("a" * 100, FIVE), runtime.ascore("a" * 100), runtime.agenerate([1] * 100)):
@@ -201,14 +202,6 @@ def test_closing_fails_a_request_that_comes_meanwhile(monkeypatch: pytest.Monkey
     entered.set()
 
 
-def test_a_stream_without_an_event_loop_is_refused_and_does_not_count() -> None:
-    with hash_runtime(ENDLESS, queue_limit=1) as runtime:
-        for _ in range(3):
-            with pytest.raises(RuntimeError, match="no running event loop"):
-                runtime.astream("abc", FIVE)
-        assert runtime.status().queued_requests == 0
-
-
 def test_closing_fails_requests_that_are_being_admitted(gate: Gate) -> None:
     runtime = hash_runtime(ENDLESS)
 
@@ -254,74 +247,47 @@ def test_a_long_text_is_not_tokenized_as_a_whole(monkeypatch: pytest.MonkeyPatch
 PLAIN = Decoding(mask_slots=0)
 
 
-async def step(engine: Steps) -> None:
-    await asyncio.to_thread(engine.step)
-
-
-def test_a_cancelled_call_ends_its_text_with_the_step_under_way() -> None:
+@pytest.mark.parametrize(
+    ("begin", "how"),
+    [
+        (Runtime.agenerate, "cancelled"),
+        *((begin, how) for begin in (Runtime.astream, Runtime.stream) for how in ("left", "forgotten")),
+    ],
+)
+def test_a_text_that_nobody_reads_any_more_ends_with_the_step_under_way(begin: Callable[..., Any], how: str) -> None:
     runtime, engine = stepwise_runtime(ENDLESS)
-    with runtime:
 
-        async def cancel() -> Completion:
-            first = asyncio.create_task(runtime.agenerate([1, 2, 3], PLAIN))
-            await asyncio.to_thread(engine.wait)
-            second = runtime.astream([4, 5], Decoding(max_tokens=4))
-            await step(engine)
-            first.cancel()
+    async def give_up() -> None:
+        reading = begin(runtime, [1, 2, 3], PLAIN)
+        if how == "cancelled":
+            reading = asyncio.create_task(reading)
+        await asyncio.to_thread(engine.wait)
+        second = runtime.stream([4, 5], Decoding(max_tokens=4))
+        await asyncio.to_thread(engine.step)
+        if how == "cancelled":
+            reading.cancel()
             with pytest.raises(asyncio.CancelledError):
-                await first
-            assert second.statistics.waiting_seconds == 0.0
-            await step(engine)  # the last of the first text
-            assert second.statistics.waiting_seconds > 0
-            engine.go()
-            return await second.completion()
-
-        assert within_a_minute(cancel()).tokens == tuple(ENDLESS.write([4, 5], 4))
-
-
-def test_leaving_the_block_early_ends_the_text() -> None:
-    runtime, engine = stepwise_runtime(ENDLESS)
-    with runtime:
-
-        async def leave() -> Completion:
-            async with runtime.astream([1, 2, 3], PLAIN) as stream:
-                await asyncio.to_thread(engine.wait)
-                await step(engine)
-                async for _ in stream:
-                    break
-            engine.leave.release()
-            return await stream.completion()
-
-        found = [within_a_minute(leave())]
-        with runtime.stream([1, 2, 3], PLAIN) as stream:
-            engine.wait()
-            engine.step()
-            next(stream)
-        engine.go()
-        found.append(stream.completion())
-    for one in found:  # the token of the step that was over, and the one of the step under way
-        assert (one.ending, one.tokens) == ("cancelled", tuple(ENDLESS.write([1, 2, 3], 2)))
-
-
-def test_a_stream_that_nobody_holds_ends_its_text() -> None:
-    runtime, engine = stepwise_runtime(ENDLESS)
-    with runtime:
-
-        async def forget() -> Completion:
-            async for _ in start():
-                break
+                await reading
+        elif how == "forgotten":
+            del reading
             gc.collect()
-            second = asyncio.create_task(runtime.agenerate([4], Decoding(max_tokens=2)))
-            engine.go()
-            return await second
+        elif begin == Runtime.astream:
+            async with reading:
+                await anext(reading)
+        else:
+            with reading:
+                next(reading)
+        assert second.statistics.waiting_seconds == 0.0
+        await asyncio.to_thread(engine.step)  # the last of the first text
+        assert second.statistics.waiting_seconds > 0
+        engine.go()
+        assert second.completion().tokens == tuple(ENDLESS.write([4, 5], 4))
+        if how == "left":  # the token of the step that was over, and the one of the step under way
+            found = await reading.completion() if begin == Runtime.astream else reading.completion()
+            assert (found.ending, found.tokens) == ("cancelled", tuple(ENDLESS.write([1, 2, 3], 2)))
 
-        def start() -> AsyncStream:
-            stream = runtime.astream([1, 2, 3], PLAIN)
-            engine.wait()
-            engine.step()
-            return stream
-
-        assert within_a_minute(forget()).tokens == tuple(ENDLESS.write([4], 2))
+    with runtime:
+        within_a_minute(give_up())
 
 
 def test_reading_a_failed_request_raises_its_error_once() -> None:
@@ -367,17 +333,13 @@ def test_a_loop_that_ends_before_its_texts_do_ends_them_and_hurts_nobody() -> No
     assert kept[0].statistics.tokens < 10
 
 
-def test_a_timeout_counts_from_the_call(monkeypatch: pytest.MonkeyPatch) -> None:
-    tokens_of = PromptEncoder.tokens_of
-
-    def slow(self: PromptEncoder, prompt: Prompt, parse_special: bool = False, **others: Any) -> list[int]:
+def test_a_timeout_counts_from_the_call(gate: Gate) -> None:
+    with hash_runtime(ENDLESS) as runtime, ThreadPoolExecutor(1) as pool:
+        found = pool.submit(runtime.generate, "abc", Decoding(timeout=0.01))
+        assert gate.began.acquire(timeout=60)
         sleep(0.05)
-        return tokens_of(self, prompt, parse_special, **others)
-
-    monkeypatch.setattr(PromptEncoder, "tokens_of", slow)
-    with hash_runtime(ENDLESS) as runtime:
-        assert within_a_minute(runtime.agenerate("abc", Decoding(timeout=0.01))).ending == "deadline"
-        assert runtime.generate("abc", Decoding(timeout=0.01)).ending == "deadline"
+        gate.go()
+        assert found.result(60).ending == "deadline"
 
 
 LOCKED = """
@@ -414,14 +376,9 @@ runtime.close()
 """
 
 
-def printed(program: str) -> tuple[str, str]:
-    """What a program prints and reports."""
+def test_a_forked_process_gets_errors_instead_of_waiting_for_locks() -> None:
     environment = {name: value for name, value in os.environ.items() if name != "TOKENIZERS_PARALLELISM"}
     environment["PYTHONPATH"] = str(ROOT / "tests")
-    command = [sys.executable, "-c", program]
+    command = [sys.executable, "-c", LOCKED]
     done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=120, env=environment)
-    return done.stdout, done.stderr
-
-
-def test_a_forked_process_gets_errors_instead_of_waiting_for_locks() -> None:
-    assert printed(LOCKED) == ("6 of 6\n0\n", "")
+    assert (done.stdout, done.stderr) == ("6 of 6\n0\n", "")

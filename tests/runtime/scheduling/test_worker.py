@@ -26,7 +26,6 @@ from spaceport.runtime.engine import EngineFault
 from spaceport.runtime.scheduling.prefix_cache import FreeBuffers
 from spaceport.runtime.scheduling.request import Completion, Request
 from spaceport.runtime.scheduling.scheduler import TokenMeter
-from spaceport.runtime.scheduling.stream import Stream
 from spaceport.runtime.scheduling.worker import RuntimeClosed, RuntimeStatus
 from spaceport.runtime.text.transcript import Piece, Transcript
 from support.hash_engine import END, FORK, Language
@@ -122,42 +121,32 @@ def test_a_total_reached_behind_a_stop_string_does_not_end_the_text() -> None:
     assert completion.ending == "stop"
 
 
-def test_text_that_cannot_be_made_fails_where_it_is_read_and_ends(monkeypatch: pytest.MonkeyPatch) -> None:
-    tried: list[int] = []
+def test_text_that_cannot_be_made_fails_where_it_is_read_behind_the_pieces_before_it(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    on_token, tokens, tried = Transcript.on_token, ENDLESS.write([1, 2], 9), list[int]()
+    decoding = Decoding(max_tokens=9, mask_slots=0, lookup=0)
 
-    def refuse(self: Transcript, thread: TokenSequence, token: int, drafted: bool, source: str | None) -> bool:
-        tried.append(token)
-        raise ValueError("no text")
+    def refuse_sixth(self: Transcript, thread: TokenSequence, token: int, *others: Any) -> bool:
+        if token == tokens[5]:
+            tried.append(token)
+            raise ValueError("no text")
+        return on_token(self, thread, token, *others)
 
-    with hash_runtime(Language(1), max_seq_len=100) as runtime:
+    with hash_runtime(ENDLESS) as runtime:
         with monkeypatch.context() as patch:
-            patch.setattr(Transcript, "on_token", refuse)
+            patch.setattr(Transcript, "on_token", refuse_sixth)
             with pytest.raises(ValueError, match="no text"):
-                asyncio.run(runtime.agenerate([1, 2, 3]))
-            stream = runtime.stream([1, 2, 3])
+                asyncio.run(runtime.agenerate([1, 2], decoding))
+            stream = runtime.stream([1, 2], decoding)
+            wait_for(lambda: stream.request.done)  # all steps are unread
+            assert [next(stream).token for _ in range(5)] == tokens[:5]
             with pytest.raises(ValueError, match="no text"):
                 next(stream)
             with pytest.raises(ValueError, match="no text"):
                 stream.request.completion()
         assert len(tried) == 2
-        assert runtime.generate([1, 2, 3]).tokens
-
-
-def test_pieces_before_text_that_cannot_be_made_are_read(monkeypatch: pytest.MonkeyPatch) -> None:
-    on_token, tokens = Transcript.on_token, ENDLESS.write([1, 2], 9)
-
-    def refuse_sixth(self: Transcript, thread: TokenSequence, token: int, *others: Any) -> bool:
-        if token == tokens[5]:
-            raise ValueError("no text")
-        return on_token(self, thread, token, *others)
-
-    monkeypatch.setattr(Transcript, "on_token", refuse_sixth)
-    with hash_runtime(ENDLESS) as runtime:
-        stream = runtime.stream([1, 2], Decoding(max_tokens=9, mask_slots=0, lookup=0))
-        wait_for(lambda: stream.request.done)  # all steps are unread
-        assert [next(stream).token for _ in range(5)] == tokens[:5]
-        with pytest.raises(ValueError, match="no text"):
-            next(stream)
+        assert runtime.generate([1, 2], decoding).tokens == tuple(tokens)
 
 
 def test_closing_ends_every_text_and_leaves_no_os_thread(workers: Callable[[], list[threading.Thread]]) -> None:
@@ -202,21 +191,6 @@ def test_a_request_fails_once_if_its_reader_gives_it_up_at_the_same_moment(monke
     status = runtime.status()
     assert (status.ended_requests, status.failed_requests, status.active_requests) == (2, 2, 0)
     runtime.close()
-
-
-def test_a_text_that_nobody_reads_any_more_ends_with_the_step_under_way() -> None:
-    runtime, engine = stepwise_runtime(ENDLESS)
-    with runtime:
-        stream: Stream | None = runtime.stream([1, 2, 3], PLAIN)
-        engine.wait()
-        second = runtime.stream([4, 5], PLAIN)
-        engine.step()
-        del stream
-        gc.collect()
-        engine.step()  # the last of the first text
-        assert second.statistics.waiting_seconds > 0
-        engine.go()
-        assert second.completion().tokens == tuple(ENDLESS.write([4, 5], 62))
 
 
 def test_a_reader_that_is_interrupted_leaves_the_runtime_as_it_was() -> None:

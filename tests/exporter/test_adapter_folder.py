@@ -82,7 +82,7 @@ def edit_json(file: Path, **entries: Any) -> None:
 
 def randomize(found: dict[str, Tensor]) -> None:
     random = torch.Generator().manual_seed(0)
-    found.update({name: torch.randn(found[name].shape, generator=random).half() * 0.2 for name in sorted(found)})
+    found.update({name: torch.randn(found[name].shape, generator=random).half() * 0.05 for name in sorted(found)})
 
 
 @pytest.fixture(scope="module")

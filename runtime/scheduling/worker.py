@@ -14,7 +14,7 @@ from spaceport.runtime.engine import EngineFault
 from spaceport.runtime.scheduling.request import Request
 from spaceport.runtime.scheduling.scheduler import Abandoned, Scheduler
 
-PATIENCE = 5.0  # idle seconds after which the OS thread ends; the next request starts another
+_PATIENCE = 5.0  # idle seconds after which the OS thread ends; the next request starts another
 _PAUSE = 0.01  # seconds until the next round, if all requests wait for their readers
 _CHECKS = 8  # of the watchdog per time limit
 _LONGEST_CHECK = 1.0  # seconds between two checks
@@ -83,9 +83,8 @@ class RuntimeStatus:
 class Worker:
     """Runs rounds while there are requests, which may be submitted from any OS thread."""
 
-    def __init__(self, scheduler: Scheduler, patience: float = PATIENCE, call_timeout: float | None = None) -> None:
+    def __init__(self, scheduler: Scheduler, call_timeout: float | None = None) -> None:
         self._scheduler = scheduler
-        self._patience = patience
         self._call_timeout = call_timeout  # seconds
         self._change = Condition()
         self._thread: Thread | None = None
@@ -238,7 +237,7 @@ class Worker:
         with self._change:
             if not self._closing and not self._scheduler.busy:
                 self._scheduler.rest()
-                self._change.wait(self._patience)
+                self._change.wait(_PATIENCE)
             if self._closing or self._stalled is not None:
                 return False
             if not self._scheduler.busy:

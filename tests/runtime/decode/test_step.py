@@ -59,11 +59,6 @@ def size(tree: Tree) -> int:
     return sum(len(text) for text in tree.values()) + len(tree) - 1
 
 
-def chain_rows(layout: MaskLayout, mask_slots: int) -> int:
-    """Rows of a full chain: a group behind the last known token and behind each candidate."""
-    return (mask_slots + 1) * (1 + layout.rows(mask_slots))
-
-
 @pytest.mark.slow
 @pytest.mark.parametrize("examples", [pytest.param(300), pytest.param(20_000, marks=pytest.mark.nightly)])
 def test_every_thread_writes_what_it_would_alone_whatever_is_drafted(examples: int) -> None:
@@ -92,9 +87,10 @@ def test_every_thread_writes_what_it_would_alone_whatever_is_drafted(examples: i
         assert request.statistics.peak_threads <= max_threads
         assert max(engine.widths) <= STEP_ROWS
         if len(expected) == 1 and draft_config.shape == "chain" and not language.heads:
-            slots, layout = draft_config.mask_slots, language.mask_layout
+            slots = draft_config.mask_slots
+            group = 1 + language.mask_layout.rows(slots)  # behind the last known token and behind each candidate
             # the end of the prompt and its draft, which counts the last row of the prompt
-            widest = max(1 + layout.rows(slots), chain_rows(layout, slots), draft_config.rows)
+            widest = max((slots + 1) * group, draft_config.rows)
             assert max(engine.widths) <= chunk - 1 + widest
 
     holds()

@@ -165,16 +165,6 @@ def test_what_a_thread_alone_could_see_is_free_when_it_ends() -> None:
     assert scene.run().held == set()
 
 
-def test_a_childs_first_window_is_child_and_its_masks() -> None:
-    scene = Scene(EXAMPLE, mask_slots=2).run()
-    for path in ((0,), (1,)):
-        first = next(row.step for row in scene.rows if row.path == path)
-        window = [row for row in scene.rows if row.path == path and row.step == first]
-        assert [row.token for row in window] == [CHILD, MASKS[0], MASKS[0]]
-        assert [row.position for row in window] == [window[0].position + depth for depth in range(3)]
-    assert scene.said == EXAMPLE
-
-
 @pytest.mark.parametrize(
     ("root", "beside", "steps"),
     [
@@ -190,7 +180,7 @@ def test_a_childs_first_window_is_child_and_its_masks() -> None:
         ([A, FORK, B, A, B, FORK, A, B, FORK, B], [False, True, False], [2, 2, 3]),
     ],
 )
-def test_a_fork_anywhere_in_a_draft_starts_its_child_one_step_later(
+def test_a_fork_anywhere_in_a_draft_starts_its_child_with_masks_one_step_later(
     root: list[int], beside: list[bool], steps: list[int]
 ) -> None:
     texts: Texts = {(child,): [A1, A2, B1, A1, A2, B1][child:] for child in range(len(beside))} | {(): root}
@@ -200,7 +190,10 @@ def test_a_fork_anywhere_in_a_draft_starts_its_child_one_step_later(
     assert [scene.written_in[()][position] for position in forks] == steps
     for child, written in enumerate(steps):
         first = next(row for row in scene.rows if row.path == (child,))
-        assert (first.token, first.step, first.beside) == (CHILD, written + 1, beside[child])
+        assert (first.step, first.beside) == (written + 1, beside[child])
+        window = [row for row in scene.rows if row.path == first.path and row.step == first.step]
+        assert [row.token for row in window] == [CHILD, *MASKS[:1] * 4]
+        assert [row.position - first.position for row in window] == [*range(5)]
         assert scene.written_in[child,][0] == written + 1
     # a [Fork] and the tokens before it are fed once, whatever sees them
     fed = [row for row in scene.rows if row.token in (FORK, CHILD)]

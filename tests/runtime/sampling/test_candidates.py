@@ -18,7 +18,7 @@ from spaceport.runtime.costs import Curve, StepCosts
 from spaceport.runtime.decode.draft import Candidates, Draft, DraftConfig, Outlook, Shape, tree
 from spaceport.runtime.decode.plan import Verdict, plan_thread
 from spaceport.runtime.decode.planner import DraftPlanner, Sharing, TreeDrafter, drafter_for
-from spaceport.runtime.decode.sequence import TokenSequence, root_sequence
+from spaceport.runtime.decode.sequence import root_sequence
 from spaceport.runtime.decode.sources import Predictions
 from spaceport.runtime.sampling.choice import Bans, Corrected, CorrectedCandidates, Greedy, top_candidates
 from spaceport.runtime.sampling.sampler import Sampling, chooser
@@ -31,10 +31,6 @@ AFTER = np.zeros((VOCAB, 2), np.float16)
 AFTER[2, 0] = AFTER[3, 1] = 1
 TABLES = CorrectionTables(BEFORE, AFTER)
 NO_BANS = Bans(frozenset())
-
-
-def thread_of(*tokens: int) -> TokenSequence:
-    return TokenSequence((), list(tokens), 1, np.zeros(1, np.bool_))
 
 
 def corrected(most: int = 3) -> CorrectedCandidates:
@@ -103,17 +99,19 @@ def test_tokens_are_those_of_the_inner_selector(sampling: Sampling) -> None:
     rng = np.random.default_rng(0)
     for _ in range(20):
         logits = rng.normal(size=VOCAB).astype(np.float32)
-        assert outer.token(logits, thread_of(1, 6), (7,)) == inner.token(logits, thread_of(1, 6), (7,))
+        assert outer.token(logits, root_sequence([1, 6], 1), (7,)) == inner.token(
+            logits, root_sequence([1, 6], 1), (7,)
+        )
 
 
 def test_greedy_candidates_are_those_of_the_corrected_logits() -> None:
     logits = np.random.default_rng(1).normal(size=(5, VOCAB)).astype(np.float32)
-    found = Corrected(Greedy(NO_BANS), TABLES).candidates(logits, thread_of(1, 6), 2, 1)
+    found = Corrected(Greedy(NO_BANS), TABLES).candidates(logits, root_sequence([1, 6], 1), 2, 1)
     for before in range(VOCAB):
         expected = (logits + AFTER.astype(np.float32) @ BEFORE[before].astype(np.float32)).argmax(axis=-1)
         assert [each.behind(before).tokens for each in found] == [(int(token),) for token in expected]
     banned = Corrected(Greedy(replace(NO_BANS, never=frozenset({2}))), TABLES)
-    (one,) = banned.candidates(np.eye(VOCAB, dtype=np.float32)[1:2], thread_of(1), 1, 8)
+    (one,) = banned.candidates(np.eye(VOCAB, dtype=np.float32)[1:2], root_sequence([1], 1), 1, 8)
     assert 2 not in one.behind(6).tokens
 
 

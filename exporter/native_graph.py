@@ -395,7 +395,8 @@ class NativeGraph:
         rows = self._standard_norm(self._chosen_rows(x), "norm", parts.norm)
         count = self._standard("Shape", rows, start=0, end=1)
         scalar = self._standard("Squeeze", count)
-        every = self._standard("Range", self._scalar(0), scalar, self._scalar(1))
+        numbers = self._standard("Range", self._scalar(0), scalar, self._scalar(1))
+        every = self._standard("Unsqueeze", numbers, self._integers(0))  # as the rows of one request
         lines = [self._line(rows, every, head, bias, {**common, "cap": parts.cap})]
         for index, block in enumerate(self.heads.children()):
             *residual, last = cast(Sequence[Any], tuple(block.children()))
@@ -404,10 +405,10 @@ class NativeGraph:
                 states = self._residual_block(f"heads.{index}.{number}", states, each.linear)
             own = self._matrix(f"heads.{index}.output", rounded(last.weight, "int8"))
             lines.append(self._line(states, every, own, "", {**common, "format": "int8", "cap": 0.0}))
-        apart = [self._standard("Unsqueeze", line, self._integers(1)) for line in lines]
+        apart = [self._standard("Unsqueeze", line, self._integers(2)) for line in lines]
         requests = self._standard("Shape", "logit_rows", start=0, end=1)
         shape = self._standard("Concat", requests, self._integers(-1, vocabulary), axis=0)
-        self._standard("Reshape", self._standard("Concat", *apart, axis=1), shape, to="logits")
+        self._standard("Reshape", self._standard("Concat", *apart, axis=2), shape, to="logits")
 
     def _chosen_rows(self, x: str) -> str:
         width = self.parts.head.module.in_features

@@ -248,6 +248,7 @@ def test_draft_heads_add_lines_of_logits_to_each_row(blocks: int, folder: Path) 
     }
     Heads(3, blocks, tensors).apply(model)
     files = NativeModel.of(model).write(folder / f"heads {blocks}")
+    onnx.checker.check_model(str(files.folder / MODEL_FILE), full_check=True)
     found = fed(files.engine(), TEXT, Layout((40,)))
     assert found.shape == (40, 4 * VOCAB)
     base = fed(written("qwen2", "int8", folder).engine(), TEXT, Layout((40,)))

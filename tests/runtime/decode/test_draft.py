@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import pairwise
@@ -307,6 +308,7 @@ def test_a_tree_is_one_whatever_it_grows_from(data: st.DataObject) -> None:
     assert len(draft.masks) == 1 + len(ways)
     assert len(set(ways)) == len(ways)  # so no two siblings are equal
     assert all(parent <= node for node, parent in enumerate(draft.parents))
+    assert max(Counter(draft.parents).values(), default=0) <= limits.siblings
     assert chances(draft) == sorted(chances(draft), reverse=True)
     for way, source in zip(ways, draft.sources, strict=True):
         depth = len(way) - 1

@@ -25,8 +25,6 @@ from spaceport.runtime.tool_calls.parser import ToolCallParser
 from support.small_tokenizers import BYTES, one_byte_each
 from support.tool_files import joined
 
-pytest.importorskip("llguidance")
-
 CITY = {"type": "string", "enum": ["Oslo", 'a "quoted"\nname', "Łódź"]}
 WEATHER = ToolFunction(
     "weather.of-1", {"properties": {"city": CITY, "days": {"type": "integer"}}, "required": ["city"]}

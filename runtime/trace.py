@@ -127,6 +127,7 @@ class Trace:
     _steps: list[RequestStep] = field(default_factory=list, init=False)
 
     def on_step(self, step: RequestStep) -> None:
+        """Record a step."""
         if self.sequences is not step.sequences:
             fed = step.sequences.statistics.cached_tokens  # before the first step
             first = int(step.parts[0].positions[0]) == fed

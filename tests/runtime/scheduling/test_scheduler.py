@@ -342,6 +342,18 @@ def test_tenants_with_one_request_each_run_in_the_order_in_which_they_came() -> 
     assert order == list(range(8))
 
 
+@pytest.mark.parametrize(("parks", "late", "order"), [(False, 4, "abbbbabbcbcbacbc"), (True, 0, "abbbbabbbbab")])
+def test_tenants_that_wait_begin_by_the_tokens_that_they_have_asked_for(parks: bool, late: int, order: str) -> None:
+    tenants = [("a", 0, 39)] * 3 + [("b", 0, 9)] * 9 + [("c", 90, 9)] * late
+    scene = Scene(ENDLESS, [Arrival([n, 3], at, most, tenant=name) for n, (name, at, most) in enumerate(tenants)], 1)
+    scene.engine.parks = parks
+    begun: list[int] = []
+    while len(begun) < len(tenants):
+        scene.turn()
+        begun += [n for n, request in enumerate(scene.requests) if request.admitted and n not in begun]
+    assert "".join(tenants[number][0] for number in begun) == order
+
+
 def test_requests_of_a_tenant_with_several_step_in_turns_where_rows_are_expensive() -> None:
     scene = of_tenants("a", "a", "a", "quiet", row_cost=0.9)  # two plain steps cost as much as two rows
     scene.turn()

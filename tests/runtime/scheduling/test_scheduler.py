@@ -342,10 +342,10 @@ def test_tenants_with_one_request_each_run_in_the_order_in_which_they_came() -> 
     assert order == list(range(8))
 
 
-@pytest.mark.parametrize(("parks", "late", "order"), [(False, 4, "abbbbabbcbcbacbc"), (True, 0, "abbbbabbbbab")])
+@pytest.mark.parametrize(("parks", "late", "order"), [(False, 4, "abbbbabbcbcabcbc"), (True, 0, "abbbbabbbbab")])
 def test_tenants_that_wait_begin_by_the_tokens_that_they_have_asked_for(parks: bool, late: int, order: str) -> None:
     tenants = [("a", 0, 39)] * 3 + [("b", 0, 9)] * 9 + [("c", 90, 9)] * late
-    scene = Scene(ENDLESS, [Arrival([n, 3], at, most, tenant=name) for n, (name, at, most) in enumerate(tenants)], 1)
+    scene = Scene(ENDLESS, [Arrival([n, 1, 3], at, most, tenant=name) for n, (name, at, most) in enumerate(tenants)], 1)
     scene.engine.parks = parks
     begun: list[int] = []
     while len(begun) < len(tenants):

@@ -84,9 +84,8 @@ def open_bundle(
       later change or truncation of the file has no effect; default None: if that makes steps faster, which read all
       weights of native operators: from 32 MB on, on a system with huge pages.
     """
-    files = _open_folder(Path(path), allow_links)
+    files, content, manifest = _with_manifest(Path(path), allow_links)
     try:
-        content, manifest = _manifest(files)
         _verify(files, manifest)
     except BaseException:
         files.close()
@@ -100,7 +99,9 @@ def open_bundle(
 
 def read_manifest(folder: Path, allow_links: bool = False) -> Manifest:
     """The manifest of a bundle folder, without checking its files."""
-    return _manifest(_open_folder(folder, allow_links))[1]
+    files, _, manifest = _with_manifest(folder, allow_links)
+    files.close()
+    return manifest
 
 
 def _weight_files(manifest: Manifest) -> list[str]:
@@ -135,6 +136,19 @@ def _open_folder(folder: Path, links: bool) -> OpenedFiles:
         return OpenedFiles(folder, links)
     except OSError as error:
         raise BundleError(f"{folder}: {error.strerror}: expected a readable folder") from error
+
+
+def _with_manifest(folder: Path, links: bool) -> tuple[OpenedFiles, bytes, Manifest]:
+    """An open folder and its manifest; opened again if an export replaces the folder meanwhile."""
+    while True:
+        files = _open_folder(folder, links)
+        try:
+            return files, *_manifest(files)
+        except BaseException as error:
+            replaced = files.replaced
+            files.close()
+            if not isinstance(error, BundleError) or not replaced:
+                raise
 
 
 def _manifest(files: OpenedFiles) -> tuple[bytes, Manifest]:

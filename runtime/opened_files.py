@@ -61,6 +61,14 @@ class OpenedFiles:
         own = _OWN_DESCRIPTORS / str(self._folder)
         return str(own if own.exists() else self.path)
 
+    @property
+    def replaced(self) -> bool:
+        """Whether another folder is at the path now."""
+        try:
+            return not os.path.samestat(self.path.stat(), os.fstat(self._folder))
+        except OSError:
+            return False
+
     def first_bytes(self, name: str, most: int) -> bytes:
         """The content of a file that no manifest records, such as the manifest; raises if it is longer than `most`."""
         with self._opened(name) as descriptor:

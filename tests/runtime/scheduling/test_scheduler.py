@@ -395,6 +395,15 @@ def test_a_request_waits_for_the_same_prompt_of_its_own_tenant_or_of_one_with_a_
     assert [scene.text(number) for number in range(5)] == scene.alone
 
 
+def test_a_request_reuses_what_is_computed_of_a_longer_prompt() -> None:
+    prompt = [number % 7 for number in range(400)]
+    arrivals = [Arrival(prompt, max_tokens=2, salt="x"), Arrival([*prompt[:100], 8], at=5, max_tokens=2, salt="x")]
+    scene = Scene(Language(8), arrivals, 2, prompt_rows=40)
+    scene.play()
+    assert [scene.text(number) for number in range(2)] == scene.alone
+    assert scene.guests[1][1].statistics.cached_tokens == 100
+
+
 def test_a_tenant_with_most_of_the_queue_makes_room_for_others() -> None:
     scene = of_tenants(*"a" * 8, "quiet", "quiet", "b", "c", requests=1, queue_limit=4)
     for number in range(5):

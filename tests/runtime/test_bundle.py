@@ -158,6 +158,23 @@ def test_a_bundle_moved_to_the_path_of_an_open_one_is_not_mixed_with_it(bundle: 
         files_of(opened).require_same(DATA_FILE)
 
 
+def test_a_bundle_that_is_replaced_while_its_manifest_is_read_is_opened_again(
+    bundle: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    new, old, read = shutil.copytree(bundle, tmp_path / "new"), tmp_path / "old", OpenedFiles.first_bytes
+
+    def replace_first(files: OpenedFiles, name: str, most: int) -> bytes:
+        if new.exists():
+            bundle.rename(old)
+            (old / MANIFEST_FILE).unlink()
+            new.rename(bundle)
+        return read(files, name, most)
+
+    monkeypatch.setattr(OpenedFiles, "first_bytes", replace_first)
+    assert open_bundle(bundle).manifest == read_manifest(bundle)
+    assert old.exists()
+
+
 def test_a_file_that_was_replaced_changed_or_swapped_there_and_back_is_not_read(bundle: Path) -> None:
     opened = open_bundle(bundle)
     (bundle / TOKENIZER_FILE).unlink()
